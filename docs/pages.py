@@ -58,7 +58,7 @@ FIGURES = {
     "QK and OV of every head": "circuits(softmax).plot()",
     "A model beside closed-form learners": "fit_learners(softmax).plot()",
     "Every subset of heads masked": "ablate_subsets(softmax).plot()",
-    "Heads while they are trained": "training_dynamics(softmax).plot()",
+    "Heads while they are trained": "history(softmax).plot()",
     "How good a model is after k examples": 'error_curve(load("garg-tiny-s0")).plot()',
     "The pool of tasks and ridge regression": 'compare_priors(load("pool-gpt2-m16-s0")).plot()',
     "Each head of a deep model masked alone": "ablate_heads(gpt2).plot()",

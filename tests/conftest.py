@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from mechinterp import cli
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.weights import Weights
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -102,7 +102,7 @@ def generator() -> torch.Generator:
 @pytest.fixture
 def prompts(generator: torch.Generator) -> Prompts:
     """256 prompts of the softmax paper's task, in float64."""
-    return sample_prompts(TaskConfig(), 256, generator=generator, dtype=torch.float64)
+    return draw_prompts(TaskConfig(), 256, generator=generator, dtype=torch.float64)
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def few() -> Prompts:
     """30 prompts of 9 pairs with d_x = 4, in float64."""
     task = TaskConfig(d_x=4, context_length=9)
     generator = generator_for(0, "eval", 0)
-    return sample_prompts(task, 30, generator=generator, dtype=torch.float64)
+    return draw_prompts(task, 30, generator=generator, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.layers import tokens_of
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
@@ -42,7 +42,7 @@ def predictions(model: ModelConfig) -> list[Tensor]:
     config = experiment(model)
     initial = initial_weights if model.one_attention else initial_deep_weights
     predictor = predictor_of(initial(config))
-    prompts = sample_prompts(TASK, 50)
+    prompts = draw_prompts(TASK, 50)
     masked = predictor.run(prompts, [[], [(0, 1)]], method="resample")
     found = [predictor.predict(prompts), masked, predictor.run(prompts, [[(0, 0)]])]
     return found if model.one_attention else [*found, predictor.streams(prompts)]
@@ -79,7 +79,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "asks"),
     [
-        ("9 prompts of 7 pairs with d_x = 3", lambda: sample_prompts(TASK, 9, context_length=7)),
+        ("9 prompts of 7 pairs with d_x = 3", lambda: draw_prompts(TASK, 9, context_length=7)),
         ("QK circuits of 3 heads of width 9",
          lambda: initial_weights(experiment(HEADS, TaskConfig(d_x=8))).QK),
         ("a step on 256 prompts of 5 pairs", lambda: DeepRun({"x": experiment(DEEP)})),
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(words: str, asks: Callable[[], object]):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_foreseen_with_as_many_tokens_as_a_prompt_has(layout: str):
     config = experiment(replace(NORMED, layout=layout))
-    n_tokens = tokens_of(sample_prompts(TASK, 1), config.model, d_x=3, d_y=1).shape[1]
+    n_tokens = tokens_of(draw_prompts(TASK, 1), config.model, d_x=3, d_y=1).shape[1]
     assert n_tokens == {"pairs": 6, "in_turn": 11}[layout]
     needed = config.train.batch_size * memory.layers_bytes(
         n_layers=config.model.n_layers,
@@ -117,7 +117,7 @@ def test_a_step_is_foreseen_with_as_many_tokens_as_a_prompt_has(layout: str):
 @EACH_MODEL
 def test_a_model_that_two_prompts_are_too_many_for(monkeypatch, model: ModelConfig):
     initial = initial_weights if model.one_attention else initial_deep_weights
-    predictor, prompts = predictor_of(initial(experiment(model))), sample_prompts(TASK, 4)
+    predictor, prompts = predictor_of(initial(experiment(model))), draw_prompts(TASK, 4)
     monkeypatch.setattr(memory, "CHUNK_BYTES", 100)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     for asks in (predictor.predict, lambda given: predictor.run(given, [[(0, 0)]])):
@@ -141,7 +141,7 @@ LIMITED = """
 import resource
 import torch
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.training.general.trainer import initial_deep_weights
@@ -157,7 +157,7 @@ def tries(name, n_prompts, task, model):
         config = ExperimentConfig(task=TaskConfig(**task), model=ModelConfig(**model))
         initial = initial_deep_weights if config.model.n_layers > 1 else initial_weights
         predictor = predictor_of(initial(config))
-        prompts = sample_prompts(config.task, n_prompts)
+        prompts = draw_prompts(config.task, n_prompts)
         print(name, len(predictor.run(prompts, [[(0, 0)]])[0]))
     except ValueError as error:
         print(name, error)

@@ -24,17 +24,18 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.compare import baselines
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
-from mechinterp.analysis.training.over_training import training_dynamics
+from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.report.info import info_document
 from mechinterp.report.page import write_report
@@ -52,7 +53,7 @@ PACKAGE = Path(mi.__file__).parent
 LONGEST = 200
 SHORTEST_CHAINS = Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
 SHORTENED: dict[str, dict[str, object]] = {
-    "learning-coefficient": {"chains": SHORTEST_CHAINS},
+    "local-learning-coefficient": {"chains": SHORTEST_CHAINS},
 }
 """Settings of analyses by name, where only the form of what they say is asked for."""
 SHARE = 0.6
@@ -74,13 +75,11 @@ class Case:
 
     def prompts(self, seed: int = 0) -> Prompts:
         generator = generator_for(seed, "eval", 0)
-        return sample_prompts(
-            self.task, 192, generator=generator, context_length=8, dtype=self.dtype
-        )
+        return draw_prompts(self.task, 192, generator=generator, context_length=8, dtype=self.dtype)
 
     @property
     def pool(self) -> torch.Tensor:
-        return mi.task_pool(replace(self.task, n_tasks=3))
+        return replace(self.task, n_tasks=3).pool()
 
     @property
     def all_heads(self) -> np.ndarray:
@@ -204,7 +203,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "circuits": lambda c: mi.circuits(c.source),
     "classify": lambda c: mi.classify(c.source, n_prompts=64),
     "classify_circuits": from_circuits,
-    "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
+    "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
@@ -241,7 +240,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "local_learning_coefficient": lambda c: mi.local_learning_coefficient(
         c.source, chains=SHORTEST_CHAINS, n_prompts=16
     ),
-    "training_dynamics": lambda c: training_dynamics(c.source),
+    "history": lambda c: history(c.source),
     "info_document": lambda c: dumps(info_document(c.source)),
     "convert native": lambda c: written(c, "native"),
     "convert transformer-lens": lambda c: written(c, "transformer-lens"),

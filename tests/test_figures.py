@@ -209,7 +209,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_has_its_figures_as_files(tmp_path: Path):
     checkpoint = load(CHECKPOINTS / "softmax-h1-s0")
-    asked = {"n_prompts": 64, "analyses": ["circuits", "attention"], "figures": "svg"}
+    asked = {"n_prompts": 64, "analyses": ["circuits", "attention-patterns"], "figures": "svg"}
     write_report(checkpoint, tmp_path / "page", **asked)
     names = {file.name for file in (tmp_path / "page").glob("*.svg")}
     assert names == {"circuits.svg", "attention.svg", "similarity.svg"}

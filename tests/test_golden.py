@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.presets import PRESETS
 from mechinterp.training.general.trainer import initial_deep_weights, loss_and_gradients
 from tests.conftest import sampled
@@ -116,7 +116,7 @@ def test_snapshots_predict_what_is_stored(subject: str):
 @pytest.mark.parametrize("preset", [n for n, c in PRESETS.items() if c.train.loss == "every"])
 def test_a_key_bias_has_no_gradient(preset: str):
     config = PRESETS[preset]
-    prompts = sample_prompts(config.task, 4, dtype=torch.float64, context_length=6)
+    prompts = draw_prompts(config.task, 4, dtype=torch.float64, context_length=6)
     weights = initial_deep_weights(config)
     weights = weights.with_tensors({n: t.double() for n, t in weights.tensors.items()})
     _, gradients = loss_and_gradients(weights, prompts, first_counted=0)

@@ -26,7 +26,7 @@ from analyses.sparse.start import config_of, start_of, step_sizes
 from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import (
     excess_risk,
     gradient_descent,
@@ -40,7 +40,7 @@ TASK = TaskConfig(d_x=4, context_length=64, sparsity=1, nonzeros="signs", noise_
 
 @pytest.fixture
 def sparse_prompts():
-    return sample_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    return draw_prompts(TASK, 64, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
 
 def test_paths_with_one_size_are_the_learners_of_the_package(sparse_prompts):
@@ -136,7 +136,7 @@ def test_a_ratio_is_of_medians_where_few_prompts_carry_a_mean():
 def test_heads_at_work_are_counted_by_median_rises():
     folder = ANALYSES.parent / "checkpoints" / "d8s2-linear-h8x4-l3-noise0.1-s0"
     checkpoint = load(folder)
-    prompts = sample_prompts(checkpoint.task, 512, seed=0)
+    prompts = draw_prompts(checkpoint.task, 512, seed=0)
     found = ask.effective_heads(ask.rises_of(checkpoint.model, prompts))
     heads = [(layer, head) for layer in range(3) for head in range(8)]
     errors = masked_errors(checkpoint.model, prompts, [[], *([head] for head in heads)])

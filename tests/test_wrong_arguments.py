@@ -16,18 +16,19 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    classify_layers,
     fit_learners,
-    generator_for,
     hook_module,
+    jump_forecast,
     load,
     masked,
     patch_positions,
     predictor_of,
-    sample_prompts,
+    push_to_hub,
 )
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from tests.conftest import Run, refused
 from tests.test_doors import as_for_users
@@ -37,7 +38,7 @@ TASK = TaskConfig(d_x=3, context_length=6)
 
 
 def drawn(task: TaskConfig, n_prompts: int = 8):
-    return sample_prompts(task, n_prompts, generator=generator_for(0, "eval", 0))
+    return draw_prompts(task, n_prompts, generator=generator_for(0, "eval", 0))
 
 
 def encoder(width: int = 8) -> nn.Sequential:
@@ -64,8 +65,12 @@ REFUSED = {
             lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
             ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
         )
-        for analysis, path in product([classify, fit_learners, classify_layers], [SHIPPED, DEEP])
+        for analysis, path in product([fit_learners, classify_layers], [SHIPPED, DEEP])
     },
+    "a task as prompts": (
+        lambda: classify(load(SHIPPED), load(SHIPPED).task),
+        ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],
+    ),
     "prompts as the task of a function": (
         lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
         ["got Prompts; ", "fit_learners"],
@@ -81,6 +86,14 @@ REFUSED = {
     "no such hook": (
         lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
         ["hook blocks.0."],
+    ),
+    "a hooked module for the hub": (
+        lambda: push_to_hub(hooked(), "someone/one"),
+        ["push_to_hub needs a checkpoint", "got a HookedModule", "module.state_dict()"],
+    ),
+    "a hooked module without a training": (
+        lambda: jump_forecast(hooked()),
+        ["jump_forecast needs a config", "got a HookedModule"],
     ),
     "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),
     **{
@@ -185,17 +198,16 @@ def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
 
 def test_faults_of_a_module_that_has_run_keep_their_kind():
     class Tired(Learned):
-        runs = 0
+        tired = False
 
         def forward(self, tokens):
-            if self.runs > 20:
+            if self.tired:
                 raise RuntimeError("tired")
-            self.runs += 1
             return super().forward(tokens)
 
     model = hooked(Tired(IndexError))
     model.predict(drawn(TASK))
-    model.model.module.runs = 21
+    model.model.module.tired = True
     with pytest.raises(RuntimeError, match="tired"):
         model.predict(drawn(TASK))
 
@@ -255,4 +267,4 @@ def test_weights_beyond_all_bounds_give_no_warning():
         {name: torch.full_like(tensor, 1e200) for name, tensor in heads.tensors.items()}
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
-    assert classify(huge, n_prompts=64).pattern in ("undetermined", "other")
+    assert classify(huge, n_prompts=64).label in ("undetermined", "other")

@@ -24,12 +24,13 @@ from transformers import GPT2Config, GPT2Model
 
 from analyses.lib import RESULTS
 from analyses.lib.measured import ROOT
-from mechinterp import Prompts, TaskConfig, generator_for, load, sample_prompts
+from mechinterp import Prompts, TaskConfig, load
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.algorithm import PromptMoments, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import draw_prompts, generator_for
 
 D_X = 4
 NOISE_STD = 1.0
@@ -136,7 +137,7 @@ def train(
         keep(model, folder, 0)
     for step in range(start, until):
         # Covariates and noise of a step are the same for every pool.
-        prompts = sample_prompts(task, BATCH, generator=generator_for(seed, "train", step))
+        prompts = draw_prompts(task, BATCH, generator=generator_for(seed, "train", step))
         y = torch.cat([prompts.y, prompts.y_query[:, None]], 1)[..., 0]
         loss = (model(prompts) - y).square().mean()
         optimizer.zero_grad()
@@ -173,7 +174,7 @@ def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
     rows, task = [], checkpoint.task
     for length in LENGTHS:
         drawn = {"context_length": length, "dtype": torch.float64}
-        prompts = sample_prompts(task, N_PROMPTS, seed=7, **drawn)
+        prompts = draw_prompts(task, N_PROMPTS, seed=7, **drawn)
         best = ridge(prompts, penalty=task.noise_var / task.beta_variance)
         found = checkpoint.predictor.predict(prompts).double()
         error, least = ((p - prompts.y_query_clean).square().mean(1).numpy() for p in (found, best))
@@ -185,7 +186,7 @@ def over_ridge(checkpoint: Checkpoint) -> pd.DataFrame:
 def nearest_ridge(checkpoint: Checkpoint) -> dict[str, float]:
     """Penalty of the ridge regression closest to the model, and its R² on other prompts."""
     (algorithm,) = (one for one in ALGORITHMS if one.name == "ridge")
-    fitted, scored = (sample_prompts(checkpoint.task, N_PROMPTS, seed=seed) for seed in (2, 3))
+    fitted, scored = (draw_prompts(checkpoint.task, N_PROMPTS, seed=seed) for seed in (2, 3))
     moments, target = PromptMoments(fitted, checkpoint.task), checkpoint.predictor.predict
     fit = fit_algorithm(algorithm, moments, target(moments.prompts), n_layers=3)
     penalty = float(fit.scalars[0])

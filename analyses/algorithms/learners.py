@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp import Prompts, TaskConfig, sample_prompts
+from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.prompts import draw_prompts
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 GD, NEWTON, ALG1, ISTA = (
@@ -24,7 +25,7 @@ Random = np.random.Generator
 
 def natural(name: str, task: TaskConfig, n_layers: int, random: Random) -> list[float]:
     """Natural scalars for a task, each times a random factor."""
-    drawn = sample_prompts(task, 128, seed=1, dtype=torch.float64)
+    drawn = draw_prompts(task, 128, seed=1, dtype=torch.float64)
     start = BY_NAME[name].start(PromptMoments(drawn, task), n_layers).numpy()
     if name == ALG1 and task.sparsity is None:
         start = 0.4 * start  # If b has heavy tails, the natural step is too long.

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
 from analyses.lib.result_tables import markdown
-from mechinterp import Prompts, TaskConfig, load, predictor_of, sample_prompts
+from mechinterp import Prompts, TaskConfig, load, predictor_of
 from mechinterp.analysis.learners.nearest import task_doubt, task_loss
 from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.layers import is_normalised
 from mechinterp.training.one_layer.step import initial_weights
 
@@ -48,7 +49,7 @@ def changed(
 ) -> Prompts:
     """Prompts of a task with these factors on its variances and on its length."""
     task = replace(task, context_length=round(task.context_length * context_length))
-    drawn = sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
+    drawn = draw_prompts(task, n_prompts, seed=seed, dtype=torch.float64)
     signal, noise = (beta_var * covariance) ** 0.5, noise_var**0.5
     clean = torch.einsum("blx,bxn->bln", drawn.x, drawn.beta)
     rest = drawn.y_query - drawn.y_query_clean

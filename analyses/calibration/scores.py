@@ -9,8 +9,9 @@ Run: python -m analyses calibration/scores (half a minute)."""
 import pandas as pd
 
 from analyses.lib import Measured, checkpoint, shipped
-from mechinterp import Prompts, generator_for, sample_prompts
+from mechinterp import Prompts
 from mechinterp.analysis.stats import best_factor
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 
@@ -30,7 +31,7 @@ def measure(quick: bool) -> Measured:
         if not model.config.model.one_attention:
             continue
         generator = generator_for(2, "eval", 0)
-        prompts = sample_prompts(model.task, 1024 if quick else 16_384, generator=generator)
+        prompts = draw_prompts(model.task, 1024 if quick else 16_384, generator=generator)
         heads = model.weights
         others = [
             off_one(heads.with_model(score=score, score_slope=1.0), prompts)

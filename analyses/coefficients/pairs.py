@@ -14,11 +14,12 @@ from torch import Tensor
 
 from analyses.lib import SETTING, Measured, checkpoint
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
-from mechinterp import Prompts, sample_prompts
+from mechinterp import Prompts
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.analysis.training.learning_coefficient import N_BETA, local_learning_coefficient
 from mechinterp.analysis.training.sampler import Chains, LocalLoss
 from mechinterp.config import override
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.weights import Weights
 from mechinterp.training.one_layer.step import Pack
 
@@ -61,7 +62,7 @@ def circuits(
     """Number of curved directions of a model's circuits, on independent sets of prompts."""
     task = checkpoint(name).task
     sets = [
-        curvatures(weights, sample_prompts(task, n_prompts, seed=seed, dtype=torch.float64))
+        curvatures(weights, draw_prompts(task, n_prompts, seed=seed, dtype=torch.float64))
         for seed in range(n_sets)
     ]
     values = np.array(sets)

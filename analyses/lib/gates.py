@@ -125,9 +125,9 @@ def learn_gates(
         `prune`, `ablate_heads`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
+        >>> prompts = draw_prompts(checkpoint.config.task, 64, generator=generator_for(0, "eval", 0))
         >>> learn_gates(checkpoint.model, prompts, steps=20).roles
         ['facilitating', 'facilitating']
     """

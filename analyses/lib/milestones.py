@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures
 from mechinterp.analysis.one_layer.label_rules import Thresholds
-from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.training.history import History, history
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source
 
@@ -65,7 +65,7 @@ class Milestones(Result):
 
 
 def milestones(
-    source: Source | TrainingDynamics, *, thresholds: Thresholds | None = None, tail: int = 20
+    source: Source | History, *, thresholds: Thresholds | None = None, tail: int = 20
 ) -> Milestones:
     """Steps from which the parts of the pattern hold, from the logged scales of a checkpoint.
 
@@ -78,14 +78,14 @@ def milestones(
     Source:
         He et al. 2025, arXiv 2503.12734, section 3 and figures 1, 3, 13.
     See also:
-        `training_dynamics`, `over_steps`.
+        `history`, `over_steps`.
     Example:
         >>> from mechinterp import load
         >>> found = milestones(load("checkpoints/softmax-h2-s0"))
         >>> found.sign_matching <= 2000
         True
     """
-    dynamics = source if isinstance(source, TrainingDynamics) else training_dynamics(source)
+    dynamics = source if isinstance(source, History) else history(source)
     limits = Thresholds() if thresholds is None else thresholds
     omega, mu = np.abs(dynamics.omega), np.abs(dynamics.mu)
     active = omega * mu > limits.share * (omega * mu).sum(1, keepdims=True)

@@ -118,7 +118,7 @@ def plateaus(run: Flow, moments: Moments) -> Plateaus:
     Source:
         Zhang et al. 2025, arXiv 2501.16265, eq. (19) for the levels and eq. (22) for the predictor.
     See also:
-        `jump_forecast`, `training_dynamics`.
+        `jump_forecast`, `history`.
     Example:
         >>> from mechinterp.theory.linear import population_moments
         >>> from mechinterp.theory.linear import separate_heads

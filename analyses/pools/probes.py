@@ -10,8 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp import Prompts, sample_prompts
+from mechinterp import Prompts
 from mechinterp.icl.predictors import Pool, log_posterior
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import Predictor
 
 PENALTY = 1e-3
@@ -49,7 +50,7 @@ def probes(predictor: Predictor, pool: Pool, *, n_prompts: int, seed: int = 1) -
     generator = np.random.default_rng(seed)
     rows = []
     for kind in ("pool", "new"):
-        prompts = sample_prompts(
+        prompts = draw_prompts(
             task, n_prompts, seed=seed, dtype=torch.float64, new_tasks=kind == "new"
         )
         streams = predictor.streams(prompts, positions=(-2, -1)).double()  # the last y, the query

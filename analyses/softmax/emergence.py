@@ -50,10 +50,10 @@ def pack_rows(pack: Pack, arm: str) -> list[dict]:
     rows = []
     for index, (name, config) in enumerate(pack.models.items()):
         weights = pack.weights[slice(index * n_heads, (index + 1) * n_heads)]
-        found = classify(weights, task)
+        found = classify(weights, task=task)
         active = [label for label in found.labels if label != "dummy"]
         row = {"arm": arm, "n_heads": n_heads, "seed": config.seed, "step": pack.step}
-        row |= {"pattern": found.pattern, "one_sign": one_sign(weights, found.labels)}
+        row |= {"pattern": found.label, "one_sign": one_sign(weights, found.labels)}
         row |= {"active": len(active), "dummies": n_heads - len(active)}
         row["eval_loss"] = pack.rows["eval_loss"][-1][index].item()
         rows.append(row | {"substitution_r2": found.substitution.r2})

@@ -12,7 +12,7 @@ from analyses.lib import Measured, Record, checkpoint, records, trained
 from analyses.lib.milestones import milestones
 from analyses.softmax.setting import circuit_pages, dynamics, label, scale_pages
 from mechinterp import circuits, figures
-from mechinterp.analysis.training.over_training import TrainingDynamics
+from mechinterp.analysis.training.history import History
 
 ONE, TWO, FOUR = "softmax-h1-s0", "softmax-h2-s0", "softmax-h4-s0"
 STEPS = (0, 1_000, 2_000, 10_000, 100_000, 500_000)
@@ -37,7 +37,7 @@ def snapshots() -> tuple[pd.DataFrame, dict[str, go.Figure], list[Record]]:
     return pd.concat(frames), pages, records("softmax-", asked)
 
 
-def grouped(found: TrainingDynamics) -> go.Figure:
+def grouped(found: History) -> go.Figure:
     """Sums of the positive mu, of the negative mu and of all mu over training."""
     positive, negative = found.group_mu[found.step > 0].T
     return figures.lines(
@@ -61,7 +61,7 @@ def measure(quick: bool) -> Measured:
     singles = {name: circuits(checkpoint(name)) for name in trained("softmax-h1-s*")}
     omega = {name: abs(found.omega_mean[0, 0]) for name, found in singles.items()}
     mu = {name: abs(found.mu[0, 0, 0]) for name, found in singles.items()}
-    smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
+    smoothers = {name: float(label(name).label == "kernel_regression") for name in singles}
     asked |= {"S1-smoother": smoothers, "S1-omega": omega, "S1-mu": mu}
     asked |= {"S1-theory-omega": omega, "S1-theory-mu": mu}
     four = {name: dynamics(name) for name in trained("softmax-h4-s*")}

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analyses.lib import SETTING, Measured, checkpoint, records
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients
-from mechinterp import figures, training_dynamics
+from mechinterp import figures, history
 from mechinterp.theory.softmax import debiased_step_size
 
 FOUR = {"d_x": 5, "context_length": 40, "noise_var": 0.01}
@@ -89,7 +89,7 @@ def measure(quick: bool) -> Measured:
         pages[name] = figures.lines(
             table.index.to_numpy(), curves, x_title="step", log_x=True, **shown
         )
-    adam = training_dynamics(checkpoint("softmax-h4-s0").history)
+    adam = history(checkpoint("softmax-h4-s0").history)
     pages |= {"adam-omega": adam.plot(), "adam-mu": adam.plot_mu()}
     first, claims = figure_7(quick), records("softmax-four-heads-", asked)
     data = pd.concat([first.data.assign(figure=7), data.assign(figure=21)])

@@ -11,9 +11,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from analyses.lib import checkpoint, trained
-from mechinterp import circuits, classify, training_dynamics
+from mechinterp import circuits, classify, history
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.training.over_training import TrainingDynamics
+from mechinterp.analysis.training.history import History
 
 BOTH_SIGNS = {"selection": "models labelled debiased_gd"}
 
@@ -24,8 +24,8 @@ def label(name: str) -> Classification:
 
 
 @cache
-def dynamics(name: str) -> TrainingDynamics:
-    return training_dynamics(checkpoint(name).history)
+def dynamics(name: str) -> History:
+    return history(checkpoint(name).history)
 
 
 def single() -> list[str]:
@@ -40,7 +40,7 @@ def several() -> list[str]:
 
 def paired(pattern: str = "softmax-h[2348]-s*") -> list[str]:
     """Models that ended with heads of both signs, as a debiased step."""
-    return [name for name in trained(pattern) if label(name).pattern == "debiased_gd"]
+    return [name for name in trained(pattern) if label(name).label == "debiased_gd"]
 
 
 def active(name: str, least: float = 0.3) -> np.ndarray:

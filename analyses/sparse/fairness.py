@@ -26,8 +26,9 @@ from torch import Tensor
 from analyses.lib import Measured
 from analyses.lib.measured import ROOT
 from analyses.sparse.setting import SMALL, WIDE, ratio
-from mechinterp import Prompts, TaskConfig, generator_for, sample_prompts
+from mechinterp import Prompts, TaskConfig
 from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.training.sweep_file import load_sweep
 
 FIT, SCORED, BLOCKS = 8192, 20_000, 8
@@ -163,7 +164,7 @@ def drawn(task: TaskConfig, n_prompts: int, *, step: int) -> Moments:
     generator = generator_for(0, "eval", step)
     counts = [min(SCREENED, n_prompts - first) for first in range(0, n_prompts, SCREENED)]
     parts = [
-        moments(sample_prompts(task, count, generator=generator, dtype=torch.float64))
+        moments(draw_prompts(task, count, generator=generator, dtype=torch.float64))
         for count in counts
     ]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

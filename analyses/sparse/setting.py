@@ -16,12 +16,13 @@ import torch
 from analyses.lib import Record, records
 from analyses.lib.measured import ROOT
 from analyses.lib.theory.learners import lasso
-from mechinterp import Prompts, TaskConfig, ablate_heads, generator_for, sample_prompts
+from mechinterp import Prompts, TaskConfig, ablate_heads
 from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.analysis.probing.linear import preconditioned, reweighted
 from mechinterp.analysis.stats import RESAMPLES, carried_by_few, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import (
     descend,
     excess_risk,
@@ -40,15 +41,13 @@ ALPHAS, PENALTIES = np.geomspace(0.01, 0.5, 10), np.geomspace(0.3, 300, 31)
 
 def draw(task: TaskConfig, n_prompts: int) -> Prompts:
     """Prompts in float64."""
-    return sample_prompts(
-        task, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64
-    )
+    return draw_prompts(task, n_prompts, generator=generator_for(0, "eval", 0), dtype=torch.float64)
 
 
 def unseen(task: TaskConfig, n_prompts: int, *, length: int | None = None) -> Prompts:
     """Prompts that no model was trained or evaluated on during training."""
     generator = generator_for(1, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, context_length=length)
+    return draw_prompts(task, n_prompts, generator=generator, context_length=length)
 
 
 def best(predictions: Iterable[torch.Tensor], prompts: Prompts) -> np.ndarray:

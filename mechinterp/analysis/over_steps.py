@@ -19,8 +19,10 @@ from mechinterp.analysis.result import (
     tables_of,
     unit_of,
 )
+from mechinterp.config import TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.progress import progress
 
 N_PROMPTS = 512
@@ -237,6 +239,7 @@ def over_steps(
     analysis: str | Callable[..., Finding] = "classify",
     prompts: Prompts | None = None,
     *,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int | None = None,
     context_length: int | None = None,
@@ -245,9 +248,10 @@ def over_steps(
     """Any analysis at each saved step of a training, on the same prompts.
 
     Args:
-        source: A checkpoint with snapshots, a run of files (`load_run`), or a module that a `Monitor` watched.
+        source: A checkpoint with snapshots, a run of files (`load`), or a module that a `Monitor` watched.
         analysis: Name in `ANALYSES`, "module:function", or a function.
         prompts: Given prompts; None: they are drawn.
+        task: Law of the prompts; None: the model's own.
         n_prompts: Number of prompts; None: the default of the analysis, at most 512.
         seed: Seed of the prompts; None: 0.
         context_length: Pairs per prompt; None: the task's own.
@@ -255,13 +259,16 @@ def over_steps(
     Raises:
         ValueError: If the source has no snapshots, or as the analysis does.
     See also:
-        `classify`, `ablate_heads`, `training_dynamics`, `load_run`.
+        `classify`, `ablate_heads`, `history`, `load`.
     Example:
         >>> from mechinterp import load
         >>> over_steps(load("checkpoints/softmax-h2-s0"), "classify", n_prompts=64)
         OverSteps(classify at 10 steps, step 0 unstructured to step 500,000 debiased_gd)
     """
     name, chosen = analysis_of(analysis)
+    require_prompts(prompts, "over_steps")
+    if task is not None:
+        settings["task"] = task
     steps = getattr(source, "steps", None)
     if not steps:
         path = getattr(source, "path", None)

@@ -1,9 +1,9 @@
 """The analyses by name. The command line, JSON documents, the page and the contract tests read this
 table.
 
-To add an analysis, write a function `analysis(source, prompts=None, *, n_prompts=None, seed=0)` in
-one of the folders. Leave out arguments that it does not use, and draw prompts by
-`evaluation_prompts`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
+To add an analysis, write a function `analysis(source, prompts=None, *, task=None, n_prompts=None,
+seed=0)` in one of the folders. Leave out arguments that it does not use, and get prompts and their
+law from `prompts_and_law`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
 function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
 my_module:mine MODEL`."""
 
@@ -170,6 +170,17 @@ class Analysis:
     """Models with snapshots whose page shows the analysis at every saved step by default."""
 
     @property
+    def name(self) -> str:
+        """Name of the function, with - for _: its name on the command line, in JSON and on the page.
+
+        Example:
+            >>> Analysis("probing.linear:p_probe").name
+            'p-probe'
+        """
+        own = getattr(self.home, "__name__", None) or str(self.home).rpartition(":")[2]
+        return own.replace("_", "-")
+
+    @property
     def function(self) -> Callable[..., Finding]:
         """The function; its module is imported on first use."""
         if callable(self.home):
@@ -212,86 +223,84 @@ class Analysis:
         return " ".join(" ".join(paragraphs[: ends[0] if ends else None]).split())
 
 
-ANALYSES: dict[str, Analysis] = {
-    "classify": Analysis(
+ENTRIES = (
+    Analysis(
         "one_layer.classify:classify",
         on_page=nothing,
         steps_on_page=one_attention,
         title="What it computes",
     ),
-    "circuits": Analysis(
+    Analysis(
         "circuits:circuits",
         own_weights,
         on_page=nothing,
         steps_on_page=one_attention,
     ),
-    "components": Analysis(
+    Analysis(
         "one_layer.linear_components:linear_components",
         linear_components,
         on_page=nothing,
         steps_on_page=nothing,
         title="Components of linear attention",
     ),
-    "attention": Analysis(
+    Analysis(
         "one_layer.attention:attention_patterns",
         patterns,
         on_page=nothing,
         title="Attention on prompts",
     ),
-    "attention-entropy": Analysis("one_layer.attention:attention_entropy", a_distribution),
-    "composition": Analysis("multi_layer.composition:composition_scores", weights_of_layers),
-    "algorithm": Analysis("multi_layer.naming:name_algorithm"),
-    "baselines": Analysis(
-        "learners.compare:baselines", on_page=more_than_attention, title="Excess risk"
-    ),
-    "error-curve": Analysis(
+    Analysis("one_layer.attention:attention_entropy", a_distribution),
+    Analysis("multi_layer.composition:composition_scores", weights_of_layers),
+    Analysis("multi_layer.naming:name_algorithm"),
+    Analysis("learners.compare:baselines", on_page=more_than_attention, title="Excess risk"),
+    Analysis(
         "learners.error_curve:error_curve",
         on_page=every_position,
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
-    "ablate": Analysis("ablation.single:ablate", on_page=nothing, title="Head ablation"),
-    "ablate-heads": Analysis(
+    Analysis("ablation.single:ablate", on_page=nothing, title="Head ablation"),
+    Analysis(
         "ablation.single:ablate_heads",
         steps_on_page=more_than_attention,
         title="Ablation of single heads",
     ),
-    "prune": Analysis(
+    Analysis(
         "ablation.pruning:prune",
         several_layers,
         on_page=several_heads,
         title="Pruning",
     ),
-    "probe": Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
-    "p-probe": Analysis("probing.linear:p_probe"),
-    "read-out-by-layer": Analysis(
-        "probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention
-    ),
-    "patch-positions": Analysis("patching.positions:patch_positions", many_runs=True),
-    "edges": Analysis(
+    Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
+    Analysis("probing.linear:p_probe"),
+    Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
+    Analysis("patching.positions:patch_positions", many_runs=True),
+    Analysis(
         "patching.edges:attribute_edges",
         edges_to_patch,
         on_page=few_edges,
         many_runs=True,
         title="Edges between heads",
     ),
-    "edge-circuits": Analysis(
+    Analysis(
         "patching.edges:faithfulness",
         edges_to_patch,
         many_runs=True,
     ),
-    "fit": Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
-    "priors": Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
-    "training": Analysis("training.over_training:training_dynamics", a_history, on_page=nothing),
-    "jumps": Analysis(
+    Analysis("learners.compare:fit_learners", on_page=one_attention, title="Which learner"),
+    Analysis("learners.priors:compare_priors", a_pool, on_page=nothing),
+    Analysis("training.history:history", a_history, on_page=nothing),
+    Analysis(
         "training.jumps:jump_forecast",
         jumps_ahead,
         on_page=nothing,
         title="Jumps predicted from the initial weights",
     ),
-    "learning-coefficient": Analysis("training.learning_coefficient:local_learning_coefficient"),
-}
+    Analysis("training.learning_coefficient:local_learning_coefficient"),
+)
 """Analyses in the order of the page."""
+ANALYSES = {each.name: each for each in ENTRIES}
+"""Analyses by name."""
 
 
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
@@ -303,14 +312,16 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
         ValueError: If there is no such analysis.
     """
     if callable(named):
-        return named.__name__.replace("_", "-"), Analysis(named)
+        analysis = Analysis(named)
+        return analysis.name, analysis
     if ":" in named:
         return analysis_of(own_function(named))
-    if named not in ANALYSES:
+    name = named.replace("_", "-")
+    if name not in ANALYSES:
         raise ValueError(
             f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."
         )
-    return named, ANALYSES[named]
+    return name, ANALYSES[name]
 
 
 def own_function(named: str) -> Callable[..., Any]:

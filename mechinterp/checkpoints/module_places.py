@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import INNER, TABLE, Piece, piece_of
+from mechinterp.checkpoints.foreign.names import ATTENTION, INNER, TABLE, Piece, piece_of
+from mechinterp.checkpoints.module_input import Trial
 from mechinterp.models.hooked.followed import BY_HEAD, SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
@@ -21,6 +22,7 @@ IN_MODULES = {"query_key_value": "qkv", "q_b_proj": "q_proj", "kv_b_proj": "kv_p
 """Projections of GPT-NeoX, Bloom and Falcon (packed by head) and of DeepSeek, whose layout in files is not read."""
 HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 """Attributes of a module that state its number of heads."""
+PROJECTION_PARTS = (*ATTENTION, BY_HEAD)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
 # Names of autograd's operations, without "Backward0".
@@ -37,7 +39,7 @@ PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
 PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
 
 
-def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> list[str]:
+def layer_names(trial: Trial, outputs: Sequence[str]) -> list[str]:
     """For each layer the name of the module that takes the heads' outputs, in order of running.
 
     A module that runs several times counts as a layer each time.
@@ -48,29 +50,29 @@ def layer_names(module: nn.Module, outputs: Sequence[str], inputs: Tensor) -> li
         ValueError: If a stated name is not a module, none is found, or a module does not run.
     """
     given = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    known = dict(module.named_modules())
+    known = dict(trial.module.named_modules())
     for name in given:
         if name not in known:
-            if name in dict(module.named_parameters()):
+            if name in dict(trial.module.named_parameters()):
                 raise _is_parameter(name)
             raise ValueError(
-                f"outputs must be names of modules, as {type(module).__name__}.named_modules() gives them, got {name!r}."
+                f"outputs must be names of modules, as {trial.name}.named_modules() gives them, got {name!r}."
             )
-    names, ran = given or _outputs(module), _order(module, inputs)
+    names, ran = given or _outputs(trial.module), _order(trial)
     for name in names:
         if name not in ran:
             raise ValueError(f"{name} must run for a prediction, got 0 times.")
     return [name for name in ran if name in names]
 
 
-def _order(module: nn.Module, inputs: Tensor) -> list[str]:
+def _order(trial: Trial) -> list[str]:
     """Names of all modules in order of running."""
     ran: list[str] = []
     with ExitStack() as hooks:
-        for name, part in module.named_modules():
+        for name, part in trial.module.named_modules():
             note = part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
             hooks.enter_context(note)
-        module(inputs)
+        trial.run()
     return ran
 
 
@@ -97,19 +99,44 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
 
 
 def _weights_of(module: nn.Module) -> list[Piece]:
-    """Parts of a model that the names of a module's weights stand for."""
-    pieces = []
+    """Parts of a model that the names of a module's weights, or of its projections, stand for.
+
+    The tensors of a wrapped projection have other names (LoRA's base_layer, parametrizations, int8), so the path of
+    the module counts as well.
+    """
     # Layers that share a tensor list it under several names.
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        words = name.split(".")
-        piece = piece_of(".".join(IN_MODULES.get(word, word) for word in words))
-        if piece is None or piece.kind != "weight":
-            continue
-        part = BY_HEAD if "query_key_value" in words else piece.part
-        # BERT has the projections in a module "self", beside the output projection.
-        path = tuple(word for word in piece.path if word != "self")
-        pieces.append(replace(piece, name=name, part=part, path=path))
-    return pieces
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    pieces = [piece for name in names if (piece := _piece(name)) is not None]
+    for path, part in module.named_modules(remove_duplicate=False):
+        name = f"{path}.weight"
+        if _has_numbers(part) and not any(
+            f"{each.name}.".startswith(f"{path}.") for each in pieces
+        ):
+            piece = _piece(name)
+            pieces += [piece] if piece is not None and piece.part in PROJECTION_PARTS else []
+    paths = [each.name.removesuffix(".weight") for each in pieces]
+    outer = {path for path in paths if any(each.startswith(f"{path}.") for each in paths)}
+    return [each for each, path in zip(pieces, paths, strict=True) if path not in outer]
+
+
+def _piece(name: str) -> Piece | None:
+    """Part of a model that the name of a weight stands for."""
+    words = name.split(".")
+    piece = piece_of(".".join(IN_MODULES.get(word, word) for word in words))
+    if piece is None or piece.kind != "weight":
+        return None
+    part = BY_HEAD if "query_key_value" in words else piece.part
+    # BERT has the projections in a module "self", beside the output projection.
+    path = tuple(word for word in piece.path if word != "self")
+    return replace(piece, name=name, part=part, path=path)
+
+
+def _has_numbers(part: nn.Module) -> bool:
+    """True for a module that can be a projection: it has numbers, or is no module of torch.nn."""
+    if isinstance(part, NOT_CALLED):
+        return False
+    own = next(part.parameters(), None) is not None or next(part.buffers(), None) is not None
+    return own or not type(part).__module__.startswith("torch.nn.modules")
 
 
 def _is_parameter(name: str) -> ValueError:
@@ -120,9 +147,7 @@ def _is_parameter(name: str) -> ValueError:
     )
 
 
-def places_of(
-    module: nn.Module, order: Sequence[str], heads: int | None, tokens: Tensor
-) -> list[Place]:
+def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Place]:
     """Places of the attention blocks in order of their first run; all have the same number of
     heads.
 
@@ -131,10 +156,10 @@ def places_of(
             layers, a layer is not a separate module, or the assumed outputs of heads are the
             stream.
     """
-    names, ran = list(dict.fromkeys(order)), Counter(_order(module, tokens))
-    blocks = {name: _block(module, name, names, ran) for name in names}
-    require_heads_outputs(module, blocks, tokens)
-    places = [_place(module, name, blocks[name], heads, tokens) for name in names]
+    names, ran = list(dict.fromkeys(order)), Counter(_order(trial))
+    blocks = {name: _block(trial.module, name, names, ran) for name in names}
+    require_heads_outputs(trial, blocks)
+    places = [_place(trial, name, blocks[name], heads) for name in names]
     counts = sorted({place.n_heads for place in places})
     if len(counts) > 1:
         listed = ", ".join(map(str, counts))
@@ -142,12 +167,12 @@ def places_of(
     return places
 
 
-def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: Tensor) -> Place:
-    heads_in, _ = _shapes(module, name, tokens)
-    stream_in, stream_out = _shapes(module, block, tokens)
-    inner = _inner(module, name, block)
-    n_heads = _number_of_heads(module, name, inner, heads, tokens)
-    width = heads_in[-1]
+def _place(trial: Trial, name: str, block: str, heads: int | None) -> Place:
+    heads_in, _ = _shapes(trial, name)
+    stream_in, stream_out = _shapes(trial, block)
+    inner = _inner(trial.module, name, block)
+    n_heads = _number_of_heads(trial, name, inner, heads)
+    width, n_prompts = heads_in[-1], len(trial.tokens)
     if width % n_heads:
         raise ValueError(
             f"heads must divide the width of the heads' outputs, {width}, got {n_heads}."
@@ -158,8 +183,8 @@ def _place(module: nn.Module, name: str, block: str, heads: int | None, tokens: 
         n_heads=n_heads,
         d_head=width // n_heads,
         # Positions may come before prompts in the shape.
-        heads_turned=heads_in[0] != len(tokens),
-        stream_turned=stream_in[0] != len(tokens),
+        heads_turned=heads_in[0] != n_prompts,
+        stream_turned=stream_in[0] != n_prompts,
         one_number=stream_out == stream_in[:2],
         inner=inner,
     )
@@ -194,7 +219,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     return Inner(container, projections) if around else alone
 
 
-def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, torch.Size]:
+def _shapes(trial: Trial, name: str) -> tuple[torch.Size, torch.Size]:
     """Shapes of the input and of the output of a part of the module, when it first runs."""
     shapes: list[torch.Size] = []
 
@@ -202,20 +227,18 @@ def _shapes(module: nn.Module, name: str, tokens: Tensor) -> tuple[torch.Size, t
         values = args[0] if args else kwargs[first_tensor(kwargs)]
         shapes.extend((values.shape, stream_of(output).shape))
 
-    with module.get_submodule(name).register_forward_hook(note, with_kwargs=True):
-        module(tokens)
+    with trial.module.get_submodule(name).register_forward_hook(note, with_kwargs=True):
+        trial.run()
     return shapes[0], shapes[1]
 
 
-def _number_of_heads(
-    module: nn.Module, name: str, inner: Inner, heads: int | None, tokens: Tensor
-) -> int:
+def _number_of_heads(trial: Trial, name: str, inner: Inner, heads: int | None) -> int:
     """Number of heads: from the module, or the user.
 
     Raises:
         ValueError: If it is unknown, or the two differ.
     """
-    own, source = next(_heads_shown(module, name, inner, tokens), (heads, ""))
+    own, source = next(_heads_shown(trial, name, inner), (heads, ""))
     if own is None:
         raise ValueError(f"heads must be given: the module around {name} states no number.")
     if heads not in (None, own):
@@ -223,10 +246,9 @@ def _number_of_heads(
     return own
 
 
-def _heads_shown(
-    module: nn.Module, output: str, inner: Inner, tokens: Tensor
-) -> Iterator[tuple[int, str]]:
+def _heads_shown(trial: Trial, output: str, inner: Inner) -> Iterator[tuple[int, str]]:
     """Numbers of heads that a module shows, each with its place, the most certain first."""
+    module = trial.module
     attention, end = module.get_submodule(output), piece_of(f"{output}.weight")
     if isinstance(attention, nn.MultiheadAttention):
         yield attention.num_heads, f"{output}.num_heads"
@@ -234,8 +256,8 @@ def _heads_shown(
     beside = [p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer)]
     if apart := {p.head for p in beside if p.part in INNER and p.head is not None}:
         yield len(apart), f"the modules beside {output}"
-    if seen := heads_in_softmax(module, output, inner.container, tokens):
-        yield seen, f"the softmax in {inner.container or type(module).__name__}"
+    if seen := heads_in_softmax(trial, output, inner.container):
+        yield seen, f"the softmax in {inner.container or trial.name}"
     for where in (output, output.rpartition(".")[0], ""):
         for key in HEAD_KEYS:
             if type(number := getattr(module.get_submodule(where), key, None)) is int:
@@ -257,7 +279,7 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
     return ""
 
 
-def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Tensor) -> None:
+def require_heads_outputs(trial: Trial, blocks: dict[str, str]) -> None:
     """Refuse modules whose input is the stream or hidden units of an MLP; outputs of heads are
     products of weights and values.
 
@@ -266,7 +288,7 @@ def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Ten
     Raises:
         ValueError: If there is such a module; the message names the first one.
     """
-    entered: dict[str, Tensor] = {}
+    module, entered = trial.module, dict[str, Tensor]()
 
     def mark(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
@@ -281,7 +303,8 @@ def require_heads_outputs(module: nn.Module, blocks: dict[str, str], tokens: Ten
             note = partial(_note_input, noted=entered, name=name)
             hooks.enter_context(block.register_forward_pre_hook(mark, with_kwargs=True))
             hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
-        module(tokens.detach().clone().requires_grad_())
+        with suppress(RuntimeError):  # numpy in forward does not run with gradients
+            trial.run(trial.tokens.detach().clone().requires_grad_())
     for name, values in entered.items():
         made_of = set(_factors(values.grad_fn))
         what = "hidden units" if made_of and made_of <= PROJECTIONS else ""
@@ -297,7 +320,7 @@ class _Marked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor) -> Tensor:
-        return stream.view_as(stream)
+        return stream.clone()  # a view could not be written into
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -326,7 +349,7 @@ def _factors(node: Any) -> Iterator[str]:
             yield name
 
 
-def heads_in_softmax(module: nn.Module, output: str, container: str, tokens: Tensor) -> int:
+def heads_in_softmax(trial: Trial, output: str, container: str) -> int:
     """Number of heads in the only softmax of a part; 0 if there is none over [batch, head, query, key], or several.
 
     Differential attention has two softmaxes for each head. So the first head of the softmax is set to 0: if this changes
@@ -337,10 +360,10 @@ def heads_in_softmax(module: nn.Module, output: str, container: str, tokens: Ten
         output: Name of the module that takes the heads' outputs.
         container: Name of the part.
     """
-    seen, before = _softmaxes(module, output, container, tokens, without_first=False)
+    seen, before = _softmaxes(trial, output, container, without_first=False)
     if len(seen) != 1:
         return 0
-    _, after = _softmaxes(module, output, container, tokens, without_first=True)
+    _, after = _softmaxes(trial, output, container, without_first=True)
     changed, width = int((before != after).flatten(0, -2).any(0).sum()), before.shape[-1]
     if changed * seen[0] <= width or changed == width:
         return seen[0]
@@ -348,10 +371,11 @@ def heads_in_softmax(module: nn.Module, output: str, container: str, tokens: Ten
 
 
 def _softmaxes(
-    module: nn.Module, output: str, container: str, tokens: Tensor, without_first: bool
+    trial: Trial, output: str, container: str, without_first: bool
 ) -> tuple[list[int], Tensor]:
     """Numbers of heads of the softmaxes in the first run of a part, and the heads' outputs."""
-    mode, part = _Softmaxes(len(tokens), without_first), module.get_submodule(container)
+    mode = _Softmaxes(len(trial.tokens), without_first)
+    part = trial.module.get_submodule(container)
     entered: dict[str, Tensor] = {}
 
     def enter(*_: Any) -> None:
@@ -361,14 +385,14 @@ def _softmaxes(
         mode.inside = False
 
     note = partial(_note_input, noted=entered, name=output)
-    outputs = module.get_submodule(output)
+    outputs = trial.module.get_submodule(output)
     with (
         part.register_forward_pre_hook(enter),
         part.register_forward_hook(leave),
         outputs.register_forward_pre_hook(note, with_kwargs=True),
         mode,
     ):
-        module(tokens)
+        trial.run()
     return mode.seen, entered[output]
 
 

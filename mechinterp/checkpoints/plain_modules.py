@@ -3,14 +3,11 @@
 Its attention layers are found by name, in order of running."""
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import Parameter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -18,11 +15,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import one_line
+from mechinterp.checkpoints.module_function import (
+    N_PROMPTS,
+    random_states_kept,
+    require_function_of_prompt,
+)
+from mechinterp.checkpoints.module_input import Entry, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
-from mechinterp.icl.prompts import Prompts, sample_prompts
-from mechinterp.models.hooked.runner import HookedPredictor, query_positions
+from mechinterp.icl.prompts import Prompts, draw_prompts
+from mechinterp.models.hooked.arguments import whole
+from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
 from mechinterp.models.run.predictor import ModelPredictor, Predictor
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ class HookedModule(Run):
     """Copies of a watched module, by step."""
     step: int | None = None
     """Number of updates of a watched module."""
+    law_stated: bool = False
+    """True: the task was given to `hook_module`, so that it is the law of given prompts, too."""
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -97,7 +103,7 @@ class HookedModule(Run):
     @property
     def predictor(self) -> Predictor:
         """The model in the form that the analyses use."""
-        return ModelPredictor(own=self.hooked, task=self.task)
+        return ModelPredictor(own=self.hooked, task=self.task, law_stated=self.law_stated)
 
     def predict(self, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         """Prediction of y_query."""
@@ -134,13 +140,15 @@ def hook_module(
         outputs: Names of the modules that take the heads' outputs side by side, if they are not
             found or found wrongly.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
-            are assumed to be those of the softmax paper.
+            are assumed to be those of the softmax paper. It stays in force for given prompts, unless
+            an analysis gets task="unknown". None: assumed, and unknown for given prompts.
         position: Position of the stream at which the prediction is read, from 0, or from the end if
             negative. None means the position on which the prediction depends after the last layer.
             If it depends on several, it is the last one of a stream as long as the input; analyses
             of any other stream refuse it.
     Raises:
-        ValueError: If no layer is found, a name in `outputs` is not a module, the number of heads
+        ValueError: If the prediction is not a function of the prompt alone (it is random, keeps a
+            state between calls, or depends on the rest of the batch). If no layer is found, a name in `outputs` is not a module, the number of heads
             is unknown, invalid, does not divide a width or differs between layers, a layer does not
             run or is not a separate module, the module does not run on its input, the prediction
             has another shape, or the position does not exist.
@@ -151,119 +159,124 @@ def hook_module(
         >>> hook_module(layer, task=TaskConfig())
         HookedModule(TransformerEncoderLayer: 1 x 2 heads, before self_attn; task: d_x 5, d_y 1, context_length 40, covariance identity, beta_var 0.2 (1/d_x), noise_var 0.1, query_noise yes; assumed: d_x, d_y, context_length, covariance, beta_var, noise_var, query_noise)
     """
-    # Imported here because they need TransformerLens.
-    from mechinterp.checkpoints.module_places import layer_names, places_of
-    from mechinterp.models.hooked.explained import follow
-    from mechinterp.models.hooked.module import ModuleHooks
-
+    law_stated = task is not None
     task = as_task({} if task is None else task)
     if heads is not None and (type(heads) is not int or heads < 1):
         raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
     if position is not None and type(position) is not int:
         raise ValueError(f"position must be an integer, got {position!r}.")
-    own = _uncompiled(module).eval()
-    name = type(own).__name__
-    parameter = next(own.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
-
-    enter = _Entry(task, embed, parameter.device, parameter.dtype)
-    # A number of prompts that differs from the number of positions.
-    trial = sample_prompts(task, 2, dtype=parameter.dtype)
-    if enter(trial).shape[1] == len(trial):
-        trial = sample_prompts(task, 3, dtype=parameter.dtype)
-    with torch.no_grad():
-        tokens, prefix = enter(trial), ""
-        if embed is None and _takes_xs_and_ys(own):
-            own, prefix = _of_xs_and_ys(own, tokens, task), INNER
-            stated = [outputs] if isinstance(outputs, str) else outputs
-            outputs = [f"{prefix}{name}" for name in stated]
-        output = _output_of(own, tokens)
+    own = _copied(module).eval()
+    like = _first_number(own)
+    enter = Entry(task, embed, like.device, like.dtype)
+    with random_states_kept(), torch.no_grad():
+        # A number of prompts that differs from the number of positions.
+        prompts = draw_prompts(task, 2, dtype=like.dtype)
+        if enter(prompts).shape[1] == len(prompts):
+            prompts = draw_prompts(task, 3, dtype=like.dtype)
+        tokens = enter(prompts)
+        trial = Trial(own, tokens, whole if embed else split_of(own, tokens, task))
+        output = trial.output()
         if read is None:
             _require_readable(output, tokens, task)
-        names = layer_names(own, outputs, tokens)
-        places = places_of(own, names, heads, tokens)
-        outputs = [place.output for place in places]
-        model = ModuleHooks(own, places, [outputs.index(name) for name in names])
-        follow(model, tokens)
-        hooked = HookedPredictor(
-            model=model,
-            n_layers=len(names),
-            n_heads=places[0].n_heads,
-            embed=enter,
-            read=partial(_last_entries, d_y=task.d_y) if read is None else read,
-            read_every=partial(_at_every_x, d_y=task.d_y) if read is None else None,
-            restarts=False,
-            position=position,
-            blocks=tuple(outputs.index(name) for name in names),
-        )
-        _note_sizes(hooked, trial)
+        readers = _readers(read, task)
+        _require_function(trial, enter, readers[0], task)
+        hooked = _hooked(trial, enter, readers, heads, outputs, position)
+        _note_sizes(hooked, prompts)
         if position is not None:
-            query_positions(hooked, trial)
-    return HookedModule(name, task, hooked, tuple(each.removeprefix(prefix) for each in names))
+            query_positions(hooked, prompts)
+    names = [hooked.model.places[block].output for block in hooked.blocks]
+    return HookedModule(trial.name, task, hooked, tuple(names), law_stated=law_stated)
 
 
-INNER = "module."
-"""Beginning of the names of the parts of a module inside `_OfXsAndYs`."""
+Readers = tuple[Callable[[Any], Tensor], Callable[[Any, int], Tensor] | None]
+"""Functions from the output to the prediction at the query, and, if known, to those at every x."""
 
 
-class _OfXsAndYs(nn.Module):
-    """A module that takes xs and ys, as one that takes tokens (x, y)."""
-
-    def __init__(self, module: nn.Module, d_x: int, flat: bool) -> None:
-        super().__init__()
-        self.module, self.d_x, self.flat = module, d_x, flat
-
-    def forward(self, tokens: Float[Tensor, "batch n d_token"]) -> object:
-        ys = tokens[..., self.d_x :]
-        return self.module(tokens[..., : self.d_x], ys[..., 0] if self.flat else ys)
+def _readers(read: Callable[[Tensor], Tensor] | None, task: TaskConfig) -> Readers:
+    if read is not None:
+        return read, None
+    return partial(_last_entries, d_y=task.d_y), partial(_at_every_x, d_y=task.d_y)
 
 
-def _of_xs_and_ys(module: nn.Module, tokens: Tensor, task: TaskConfig) -> _OfXsAndYs:
-    """The module with ys of shape [batch, n] if it runs on that, else [batch, n, d_y]."""
-    flat, whole = (_OfXsAndYs(module, task.d_x, flat) for flat in (task.d_y == 1, False))
+def _require_function(
+    trial: Trial, enter: Entry, read: Callable[[Any], Tensor], task: TaskConfig
+) -> None:
+    """Refuse a module whose prediction is not a function of the prompt alone."""
+
+    def predict(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
+        return read_prediction(read, replace(trial, tokens=enter(prompts)).output(), prompts)
+
+    prompts = draw_prompts(task, N_PROMPTS, seed=1, dtype=enter.dtype)
+    require_function_of_prompt(predict, prompts, enter.dtype)
+
+
+def _hooked(
+    trial: Trial,
+    enter: Entry,
+    readers: Readers,
+    heads: int | None,
+    outputs: Sequence[str],
+    position: int | None,
+) -> HookedPredictor:
+    """The module of a trial with hooks on its layers."""
+    # Imported here because they need TransformerLens.
+    from mechinterp.checkpoints.module_places import layer_names, places_of
+    from mechinterp.models.hooked.explained import follow
+    from mechinterp.models.hooked.module import ModuleHooks
+
+    names = layer_names(trial, outputs)
+    places = places_of(trial, names, heads)
+    order = [[place.output for place in places].index(name) for name in names]
+    model = ModuleHooks(trial.module, places, order, trial.split)
+    follow(model, trial.tokens)
+    read, read_every = readers
+    return HookedPredictor(
+        model=model,
+        n_layers=len(names),
+        n_heads=places[0].n_heads,
+        embed=enter,
+        read=read,
+        read_every=read_every,
+        restarts=False,
+        position=position,
+        blocks=tuple(order),
+    )
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy without torch.compile, which bypasses hooks.
+
+    Raises:
+        ValueError: If the module cannot have hooks or cannot be copied.
+    """
+    module = getattr(module, "_orig_mod", module)
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            where = f"{name} is" if name else "this is"
+            raise ValueError(
+                f"module must not be compiled by torch.jit.trace or torch.jit.script, since its parts cannot have hooks, but {where}: "
+                "hook the Python module that was traced, after model.load_state_dict(traced.state_dict())."
+            )
+    # Tensors with a gradient are not copied by deepcopy: stored patterns, weights under the old weight_norm.
+    made = (value for part in module.modules() for value in vars(part).values())
+    kept = {id(v): v.detach().clone() for v in made if isinstance(v, Tensor) and not v.is_leaf}
     try:
-        _output_of(flat, tokens)
-    except ValueError:
-        with suppress(ValueError):
-            _output_of(whole, tokens)
-            return whole
-    return flat
-
-
-def _takes_xs_and_ys(module: nn.Module) -> bool:
-    """True if the module's forward needs two inputs."""
-    given = inspect.signature(module.forward).parameters.values()
-    places = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in given if each.kind in places and each.default is Parameter.empty]
-    return len(needed) == 2
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """A copy without torch.compile, which bypasses hooks."""
-    own = copy.deepcopy(getattr(module, "_orig_mod", module))
+        own = copy.deepcopy(module, kept)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"module must be one that copy.deepcopy copies, got: {one_line(error)}; delete what forward stores on it."
+        ) from None
     for part in own.modules():
         for name, child in part.named_children():
             setattr(part, name, getattr(child, "_orig_mod", child))
     return own
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """Function from prompts to a module's input."""
-
-    task: TaskConfig
-    embed: Callable[[Prompts], Tensor] | None
-    device: torch.device
-    dtype: torch.dtype
-
-    def __call__(self, prompts: Prompts) -> Tensor:
-        if self.embed is None:  # tokens (x, y), the query last
-            prompts.require_sizes(d_x=self.task.d_x, d_y=self.task.d_y)
-        tokens = prompts.tokens if self.embed is None else self.embed(prompts)
-        if not isinstance(tokens, Tensor):
-            raise ValueError(
-                f"embed must return one tensor, got {type(tokens).__name__}; wrap a module of several inputs in one that splits them."
-            )
-        return tokens.to(self.device, self.dtype)
+def _first_number(module: nn.Module) -> Tensor:
+    """The first parameter or buffer of floating-point numbers, whose device and dtype the input gets."""
+    tensors = (*module.parameters(), *module.buffers())
+    numbers = (tensor for tensor in tensors if tensor.is_floating_point())
+    return next(numbers, torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 def _require_readable(output: object, tokens: Tensor, task: TaskConfig) -> None:
@@ -294,17 +307,6 @@ def _at_every_x(output: Tensor, n_pairs: int, d_y: int) -> Tensor:
     """Output at every x, if it has one row for each x or one for each of x and y in turn."""
     rows = output[..., None] if output.ndim == 2 else output
     return (rows if rows.shape[1] == n_pairs + 1 else rows[:, ::2])[..., -d_y:]
-
-
-def _output_of(module: nn.Module, inputs: Tensor) -> object:
-    """Output of the module; its own error message if it does not run."""
-    try:
-        return module(inputs)
-    except (TypeError, RuntimeError, IndexError, AssertionError) as error:
-        raise ValueError(
-            f"module must run on the input {list(inputs.shape)} of {len(inputs)} prompts, got: {one_line(error)}; "
-            "use embed= to make the input from prompts, and task= to state d_x and d_y."
-        ) from None
 
 
 def _note_sizes(hooked: HookedPredictor, prompts: Prompts) -> None:

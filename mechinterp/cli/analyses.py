@@ -41,7 +41,7 @@ def command_of(name: str, text: str) -> Callable[..., None]:
     def run(path: PathArgument, *, request: Request, files: Files) -> None:
         show(name, path, request, files)
 
-    run.__name__, run.__doc__ = name, text
+    run.__name__, run.__doc__ = name.removesuffix("-learners"), text
     return reads_files(device=True, request=True)(run)
 
 
@@ -54,7 +54,7 @@ probe = command_of(
     "Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL",
 )
 fit = command_of(
-    "fit",
+    "fit-learners",
     "Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0",
 )
 

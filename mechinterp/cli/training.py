@@ -36,6 +36,12 @@ def train(
     ] = None,
     assignments: SetOption = None,
     out: Annotated[Path | None, option("--out", "Checkpoint folder; default: runs/<name>.")] = None,
+    start: Annotated[
+        str | None,
+        option(
+            "--start", "Model whose weights the training starts from; its config is the default."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
     resume: ResumeOption = False,
@@ -46,24 +52,30 @@ def train(
     list_presets: Annotated[bool, option("--list", "List the presets.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train one model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
+    """Train one model, from random weights or those of a model. Example: mechinterp train softmax-h2 --set seed=1 --out runs/h2-s1"""
     from mechinterp.presets import PRESETS
 
     if list_presets:
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
-    if what is None:
+    if what is None and start is None:
         raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.files import printable
+    from mechinterp.checkpoints.load import load
     from mechinterp.checkpoints.native.folder import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
     from mechinterp.training.train import train_one
 
-    config = override(named_config(what), *(assignments or []))
-    file = Path(what)
-    name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    from_model = None if start is None else load(start)
+    if what is None:
+        name, config = f"{from_model.name}-longer", from_model.config
+    else:
+        file, config = Path(what), named_config(what)
+        name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    config = override(config, *(assignments or []))
     folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
     engine = _engine("local", None, device, memory)
+    engine = engine if from_model is None else partial(engine, start=from_model)
     with progress_bar(quiet=quiet) as show, logged(log, config, show) as on_log:
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)
     document = _document(summary, folder)
@@ -100,7 +112,7 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
-    from mechinterp.analysis.comparison import sweep_frame
+    from mechinterp.analysis.comparison import models_frame
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.folder import write_own_table
     from mechinterp.report.bars import progress_bar
@@ -112,7 +124,7 @@ def sweep(
         if (given := file or out or shard) is not None:
             raise ValueError(f"--merge stands alone, got {given} too.")
         models, diverged = shards.merge_shards(merge)
-        write_own_table(merge / RESULTS, sweep_frame(models, merge, diverged=diverged))
+        write_own_table(merge / RESULTS, models_frame(models, merge, diverged=diverged))
         shards.delete_shards(merge)
         document = {"out": str(merge), "models": list(models), "diverged": dict(diverged)}
         text = f"{printable(str(merge))}: {len(models)} models; results in {RESULTS}"
@@ -126,7 +138,7 @@ def sweep(
     with progress_bar(quiet=quiet) as on_log:
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
-        write_own_table(out / RESULTS, sweep_frame(models, out, diverged=summary.diverged))
+        write_own_table(out / RESULTS, models_frame(models, out, diverged=summary.diverged))
     require_finite(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(_document(summary, out), text, as_json=as_json)
@@ -155,7 +167,7 @@ def predict_jumps(
         from mechinterp.report.page import write_figure
 
         write_figure(out, forecast.plot())
-    lines = [to_text("jumps", forecast)]
+    lines = [to_text("jump-forecast", forecast)]
     lines += [] if out is None else [f"Figure: {printable(str(out.resolve()))}"]
     rows = zip(records(forecast.to_frame()), forecast.vector.tolist(), strict=True)
     document = {

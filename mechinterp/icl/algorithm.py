@@ -193,8 +193,8 @@ class Algorithm:
             ValueError: If n_layers is below 1, or the number of scalars is wrong.
         Example:
             >>> from mechinterp.config import TaskConfig
-            >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-            >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+            >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+            >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
             >>> from mechinterp.icl.algorithms import ALGORITHMS
             >>> moments = PromptMoments(prompts, TaskConfig())
             >>> tuple(ALGORITHMS[0].predictions(moments, [0.8, 0.4, 0.2], 3).shape)
@@ -330,8 +330,8 @@ def fit_algorithm(
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.algorithms import ALGORITHMS
         >>> from mechinterp.icl.predictors import ridge
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 64, generator=generator_for(0, "eval", 0))
         >>> moments, by_name = PromptMoments(prompts, TaskConfig()), {a.name: a for a in ALGORITHMS}
         >>> target = ridge(moments.prompts, penalty=2.0)
         >>> fit_algorithm(by_name["ridge"], moments, target, n_layers=4).scalars.round(6)

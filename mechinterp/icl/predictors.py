@@ -19,8 +19,8 @@ def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> zero_prediction(prompts).any()
         tensor(False)
     """
@@ -36,8 +36,8 @@ def vanilla_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         He et al. 2025, arXiv 2503.12734, (D.28).
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(vanilla_gd(prompts, eta=0.86).shape)
         (8, 1)
     """
@@ -54,8 +54,8 @@ def debiased_gd(prompts: Prompts, *, eta: float) -> Float[Tensor, "batch d_y"]:
         He et al. 2025, arXiv 2503.12734, eq. (4.11), factor 1/L.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(debiased_gd(prompts, eta=0.88).shape)
         (8, 1)
     """
@@ -73,8 +73,8 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         ValueError: If penalty is negative.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> error = ridge(prompts, penalty=0.1 / 0.2) - prompts.y_query_clean
         >>> error.square().mean().item() < 0.1
         True
@@ -106,8 +106,8 @@ def nadaraya_watson(
         He et al. 2025, arXiv 2503.12734, eq. (4.12).
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> mean = nadaraya_watson(prompts, omega=0.0, mu=1.0)
         >>> torch.allclose(mean, prompts.y.mean(1))
         True
@@ -137,20 +137,20 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     tasks that fit best, up to rounding.
 
     Args:
-        pool: Task vectors, all equally likely a priori; `task_pool` gives the pool of a task.
+        pool: Task vectors, all equally likely a priori; `TaskConfig.pool` gives the pool of a task.
         noise_var: Variance of the responses' noise, unit y^2.
     Raises:
         ValueError: If noise_var is negative, or the pool is empty, not finite or has another d_x or d_y.
     Source:
         Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
     See also:
-        `task_pool`, `compare_priors`.
+        `TaskConfig.pool`, `compare_priors`.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=1)
-        >>> prompts = sample_prompts(task, 8, dtype=torch.float64)
-        >>> predictions = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
+        >>> prompts = draw_prompts(task, 8, dtype=torch.float64)
+        >>> predictions = dmmse(prompts, pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(predictions, prompts.y_query_clean)
         True
     """
@@ -174,9 +174,9 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
         ValueError: If noise_var is not positive, or the pool is empty, not finite or has another d_x or d_y.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=4)
-        >>> log_p = log_posterior(sample_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(log_p.exp().sum(1), torch.ones(8, dtype=torch.float64))
         True
     """
@@ -297,6 +297,10 @@ class PromptsTask(TaskConfig):
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+    def pool(self) -> Tensor:
+        """Pool of the law, [task, d_x, d_y]."""
+        return super().pool() if self.law is None else self.law.pool()
 
     @property
     def _key(self) -> tuple[int, TaskConfig | None]:

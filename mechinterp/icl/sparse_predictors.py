@@ -26,9 +26,9 @@ def ols(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> task = TaskConfig(noise_var=0.0)
-        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
         >>> torch.allclose(ols(prompts), prompts.y_query_clean)
         True
     """
@@ -47,8 +47,8 @@ def gradient_descent(
     Example:
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.predictors import vanilla_gd
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> torch.allclose(gradient_descent(prompts, steps=1, eta=0.8)[1], vanilla_gd(prompts, eta=0.8))
         True
     """
@@ -74,9 +74,9 @@ def preprocess_then_optimise(
         Chen et al. 2024, arXiv 2408.04532, as described in its abstract; the exact form is our reading.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> task = TaskConfig(d_x=16, sparsity=1, nonzeros="signs")
-        >>> prompts = sample_prompts(task, 256, generator=generator_for(0, "eval", 0))
+        >>> prompts = draw_prompts(task, 256, generator=generator_for(0, "eval", 0))
         >>> few = preprocess_then_optimise(prompts, steps=3)[3]
         >>> excess_risk(few, prompts).mean() < excess_risk(ols(prompts), prompts).mean()
         tensor(True)

@@ -26,7 +26,7 @@ from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear import Heads
 from mechinterp.training.linear import task_moments
@@ -153,7 +153,7 @@ class Entry:
     def sample(self, n: int, seed: int = 0) -> Prompts:
         """Fresh prompts of the task, in float64."""
         generator = generator_for(seed, "eval", 0)
-        return sample_prompts(self.task, n, generator=generator, dtype=torch.float64)
+        return draw_prompts(self.task, n, generator=generator, dtype=torch.float64)
 
     @cached_property
     def pairs(self) -> tuple[Prompts, Prompts]:

@@ -77,9 +77,9 @@ def head_outputs(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch hea
     Example:
         >>> from mechinterp.models.constructions.one_layer import kernel_head
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
         >>> tuple(head_outputs(kernel_head(omega=0.5, mu=1.5, d_x=5), prompts).shape)
         (8, 1, 1)
     """
@@ -117,10 +117,10 @@ def predict(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> generator = generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator, dtype=torch.float64)
         >>> predict(zero_head(d_x=5), prompts).any()
         tensor(False)
     """

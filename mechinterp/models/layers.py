@@ -218,8 +218,8 @@ def tokens_of(
         ValueError: If the prompts have another d_x or d_y, or more positions than the model.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(tokens_of(prompts, ModelConfig(), d_x=5, d_y=1).shape)
         (8, 41, 6)
     """
@@ -238,8 +238,8 @@ def interleaved(prompts: Prompts) -> Float[Tensor, "batch pos d_x"]:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> tuple(interleaved(prompts).shape)
         (8, 81, 5)
     """

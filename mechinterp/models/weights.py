@@ -130,16 +130,22 @@ class Weights:
 
     def to(self, target: torch.device | str | torch.dtype) -> "Weights":
         """Copy on another device or in another dtype."""
-        return self.with_tensors({name: t.to(target) for name, t in self.tensors.items()})
+        tensors = {name: t.to(target, copy=True) for name, t in self.tensors.items()}
+        return self.with_tensors(tensors)
+
+    def copied(self) -> "Weights":
+        """Detached copy that shares no memory with these weights."""
+        return self.with_tensors({name: t.detach().clone() for name, t in self.tensors.items()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Weights":
-        """Copy with these tensors replaced."""
-        return replace(self, tensors={**self.tensors, **tensors})
+        """Copy with these tensors in place of those of the same name; the others are copied."""
+        others = {name: t.clone() for name, t in self.tensors.items() if name not in tensors}
+        return replace(self, tensors={**others, **tensors})
 
     def with_model(self, **settings: object) -> "Weights":
         """Copy with these settings of the architecture replaced, such as the score."""
         model = replace(self.model, d_head=self.d_head, **settings)  # type: ignore[arg-type]
-        return replace(self, model=model)
+        return replace(self, model=model, tensors={n: t.clone() for n, t in self.tensors.items()})
 
     def without(self, heads: Iterable[tuple[int, int]]) -> "Weights":
         """Copy in which W_O of these heads is zero; heads are (layer, head), counted from 0."""
@@ -152,7 +158,7 @@ class Weights:
         """Equivalent model without zero heads, except those that pad a layer to the widest layer's number."""
         rows = self.heads_per_layer
         n_heads = max(1, *(len(row) for row in rows))
-        tensors = dict(self.tensors)
+        tensors = {name: t.clone() for name, t in self.tensors.items()}
         for name in {f"attn.{name}" for name in HEADS} & tensors.keys():
             old = tensors[name]
             tensors[name] = old.new_zeros(self.n_layers, n_heads, *old.shape[2:])

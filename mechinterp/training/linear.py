@@ -22,9 +22,8 @@ from mechinterp.display import Result
 from mechinterp.icl.prompts import (
     Prompts,
     covariance_matrix,
+    draw_prompts,
     generator_for,
-    sample_prompts,
-    task_pool,
 )
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.constructions.one_layer import linear_attention
@@ -281,8 +280,8 @@ def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x 
     Source:
         Zhang et al. 2025, arXiv 2501.16265, section 3.1 (z = vec(b x_query^T)).
     Example:
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(d_x=2), 64, generator=generator_for(0, "train", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(d_x=2), 64, generator=generator_for(0, "train", 0))
         >>> sample_moments([prompts[:40], prompts[40:]], basis=np.eye(2))
         Moments(d_x=2, yy=0.9606)
     """
@@ -314,7 +313,7 @@ def training_set(
     require_counts(n_sequences=n_sequences, chunk=chunk)
     for index, first in enumerate(range(0, n_sequences, chunk)):
         generator = generator_for(seed, "train", index)
-        yield sample_prompts(
+        yield draw_prompts(
             task, min(chunk, n_sequences - first), generator=generator, dtype=torch.float64
         )
 
@@ -411,7 +410,7 @@ def task_moments(task: TaskConfig) -> Moments:
         )
     law = np.full(task.d_x, task.beta_variance)
     if task.n_tasks is not None:
-        pool = task_pool(task)[..., 0].numpy()
+        pool = task.pool()[..., 0].numpy()
         law = pool.T @ pool / len(pool)
     return population_moments(
         covariance_matrix(task.covariance, task.d_x),

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -25,7 +25,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
 
@@ -35,19 +35,27 @@ ORDER = "stacked"
 
 
 def write_state(
-    file: Path, models: Mapping[str, ExperimentConfig], step: int, tensors: Mapping[str, Tensor]
+    file: Path,
+    models: Mapping[str, ExperimentConfig],
+    step: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    origin: Mapping[str, object] | None = None,
 ) -> None:
     """Write the state of a run to a file.
 
     Args:
         models: Configs by name.
         tensors: "flat", "moment.NAME", "row.COLUMN" and "snapshot.STEP".
+        origin: The checkpoint that the run started from; None or empty: random weights.
     Raises:
         CheckpointError: If the file cannot be written; an earlier state is kept.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     documents = json.dumps({name: asdict(config) for name, config in models.items()})
     metadata = {"step": str(step), "models": documents, "order": ORDER}
+    if origin:
+        metadata["origin"] = json.dumps(dict(origin))
     metadata["checksum"] = _checksum(metadata, own)
     try:
         write_atomically(file, partial(fill_with_tensors, tensors=own, metadata=metadata))
@@ -87,6 +95,16 @@ def stored_models(file: Path) -> dict[str, ExperimentConfig]:
         return _models(stored.metadata())
 
 
+def stored_origin(file: Path) -> dict[str, object]:
+    """The checkpoint that the run in a state file started from; empty: random weights.
+
+    Raises:
+        CheckpointError: If the file is truncated or was not written by `write_state`.
+    """
+    with _opened(file) as stored:
+        return dict(json.loads(stored.metadata().get("origin", "{}")))
+
+
 @contextmanager
 def resumable(file: Path) -> Iterator[None]:
     """Context that turns any failure with a state file into a one-line error.
@@ -113,8 +131,9 @@ def _opened(file: Path) -> Iterator[safe_open]:
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the step, the configs and all tensors of a state."""
-    digest = hashlib.sha256(json.dumps([metadata["step"], metadata["models"]]).encode())
+    """Digest of the step, the configs, the origin if there is one, and all tensors of a state."""
+    stated = [metadata[name] for name in ("step", "models", "origin") if name in metadata]
+    digest = hashlib.sha256(json.dumps(stated).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -206,6 +225,8 @@ class TrainedModel:
     step: int
     history: pd.DataFrame
     snapshots: dict[int, Weights]
+    origin: Mapping[str, object] = field(default_factory=dict)
+    """The checkpoint that the training started from; empty: random weights."""
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint, beside other files of its run.
@@ -220,6 +241,7 @@ class TrainedModel:
             step=self.step,
             history=self.history,
             snapshots=self.snapshots,
+            origin=self.origin,
             shared=True,
         )
 
@@ -247,6 +269,8 @@ class Run(ABC, Generic[Form]):
     """History, [row, ...] by column."""
     snapshots: dict[int, Tensor]
     """`flat` at earlier steps, by step."""
+    origin: Mapping[str, object]
+    """The checkpoint that the run started from; empty: random weights."""
 
     def __init__(
         self,
@@ -279,6 +303,7 @@ class Run(ABC, Generic[Form]):
         self.weights = views(self.flat, start)
         self._n_updates = torch.zeros((), dtype=torch.float32, device=device)
         self.step, self.rows, self.snapshots = 0, {}, {}
+        self.origin = {}
         self._record()
 
     @classmethod
@@ -292,6 +317,7 @@ class Run(ABC, Generic[Form]):
         with resumable(file):
             run = cls(models, device=device)  # type: ignore[call-arg]
             run._resume(step, tensors)
+        run.origin = stored_origin(file)
         return run
 
     @abstractmethod
@@ -371,7 +397,7 @@ class Run(ABC, Generic[Form]):
         Raises:
             CheckpointError: If the file cannot be written; an earlier state is kept.
         """
-        write_state(file, self.models, self.step, self._stored())
+        write_state(file, self.models, self.step, self._stored(), origin=self.origin)
 
     def _stored(self) -> dict[str, Tensor]:
         """Tensors of the state file, by name."""
@@ -396,7 +422,9 @@ class Run(ABC, Generic[Form]):
                 for step in sorted(self.snapshots)
             }
             weights = self._model(index, self.weights)
-            trained[name] = TrainedModel(config, weights, self.step, history, snapshots)
+            trained[name] = TrainedModel(
+                config, weights, self.step, history, snapshots, self.origin
+            )
         return trained
 
     def _set_gradient(self, step: int) -> None:
@@ -559,9 +587,7 @@ def batch_chunks(
     size = largest_chunk(task)
     for start in range(0, n_prompts, size):
         n = min(size, n_prompts - start)
-        yield sample_prompts(
-            task, n, generator=generator, context_length=context_length, dtype=dtype
-        )
+        yield draw_prompts(task, n, generator=generator, context_length=context_length, dtype=dtype)
 
 
 def largest_chunk(task: TaskConfig) -> int:
@@ -574,7 +600,7 @@ def narrowed(prompts: Prompts, d_x: int) -> Prompts:
 
     Example:
         >>> from mechinterp.icl.prompts import generator_for
-        >>> prompts = sample_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
+        >>> prompts = draw_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
         >>> narrow = narrowed(prompts, 2)
         >>> torch.allclose(narrow.y, prompts.x[..., :2] @ prompts.beta[:, :2], atol=1e-6)
         True

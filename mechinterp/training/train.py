@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mechinterp.checkpoints.checkpoint import Checkpoint, load
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load, require_fit
 from mechinterp.checkpoints.io.files import CheckpointError, delete_leftovers
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
 from mechinterp.checkpoints.native.folder import (
@@ -31,10 +31,11 @@ from mechinterp.checkpoints.native.folder import (
 )
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
+from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.linear import moments_bytes, train_linear
 from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import Progress, stored_models, train_run
+from mechinterp.training.run import Progress, Run, stored_models, stored_origin, train_run
 
 LOCK = ".lock"
 RESULTS = "results.parquet"
@@ -71,18 +72,24 @@ Engine = Callable[[Jobs, OnLog | None], Iterator[TrainingSummary]]
 
 
 def train_here(
-    jobs: Jobs, on_log: OnLog | None = None, *, device: str = "cpu", memory: int | None = None
+    jobs: Jobs,
+    on_log: OnLog | None = None,
+    *,
+    device: str = "cpu",
+    memory: int | None = None,
+    start: Checkpoint | None = None,
 ) -> Iterator[TrainingSummary]:
     """Train packs in this process, one after another.
 
     Args:
         device: "cpu", "cuda" or "auto".
         memory: Upper limit on the memory of the process, in bytes; None: no limit.
+        start: Checkpoint whose weights the one model starts from; None: random weights.
     Raises:
         CheckpointError: If a pack would need more memory, or a file cannot be read or written.
     """
     for file, models in jobs.items():
-        yield train_job(file, models, on_log, device=device, memory=memory)
+        yield train_job(file, models, on_log, device=device, memory=memory, start=start)
 
 
 def train_job(
@@ -93,10 +100,12 @@ def train_job(
     device: str = "cpu",
     memory: int | None = None,
     wait: bool = False,
+    start: Checkpoint | None = None,
 ) -> TrainingSummary:
     """Train a pack from its state file, if there is one, and save its models beside that file.
 
     Args:
+        start: Checkpoint whose weights the one model starts from; None: random weights.
         wait: True: wait while another process trains the pack; False: raise.
     Raises:
         CheckpointError: If another process trains it, it would need more memory, or a file cannot be read or
@@ -114,13 +123,9 @@ def train_job(
         device = _device(file, config, device)
         _require_memory(file, models, memory)
         if config.train.optimizer != "adam":
+            _require_no_start(config, start)
             return _train_on_moments(file.parent, left, on_log)
-        kind: type[Pack | DeepRun] = Pack if shares_a_pack(config) else DeepRun
-        if file.exists():
-            run = kind.restore(file, device=device)
-        else:
-            run = kind(left, device=device)
-            run.save(file)
+        run = _started(file, left, start, device)
         first_step = run.step
         seconds = train_run(run, file, on_log=on_log)
         saved = [name for name in left if name not in run.diverged]
@@ -132,6 +137,42 @@ def train_job(
         loss = losses[torch.isfinite(losses)].mean().item()
         folders = tuple(file.parent / name for name in saved)
         return TrainingSummary(folders, run.step - first_step, seconds, loss, run.diverged)
+
+
+def _started(file: Path, models: Models, start: Checkpoint | None, device: str) -> Run[Weights]:
+    """The run in a state file, or a new one, which is written there.
+
+    Raises:
+        CheckpointError: If the stored run started elsewhere, or the start does not fit the config.
+    """
+    origin = {} if start is None else origin_of(start)
+    stored = stored_origin(file) if file.exists() else origin
+    if start is not None and stored != origin:
+        raise CheckpointError(
+            f"{file}: start must be that of the stored run, {stored}, got {origin}."
+        )
+    first = next(iter(models.values()))
+    kind: type[Pack | DeepRun] = Pack if shares_a_pack(first) else DeepRun
+    if file.exists():
+        return kind.restore(file, device=device)
+    if start is not None:
+        require_fit(file.parent, start.weights, first)
+    weights = None if start is None else start.weights
+    run = kind(models, device=device, start=weights, origin=origin)
+    run.save(file)
+    return run
+
+
+def origin_of(start: Checkpoint) -> dict[str, object]:
+    """What a model says of the checkpoint that its training started from."""
+    return {**start.origin, "started_from": start.name, "started_at_step": start.step}
+
+
+def _require_no_start(config: ExperimentConfig, start: Checkpoint | None) -> None:
+    if start is not None:
+        raise ValueError(
+            f"start needs train.optimizer adam, got {config.train.optimizer}, which trains from random weights."
+        )
 
 
 @torch.inference_mode(False)
@@ -154,7 +195,7 @@ def train_models(
         CheckpointError: If the folder contains another run, another process trains there, a stored config
             differs from the requested one, or a file cannot be read or written.
     See also:
-        `train`, `sweep_frame`.
+        `train`, `models_frame`.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
@@ -209,23 +250,29 @@ def train(
     config: ExperimentConfig | str,
     *,
     out: str | Path,
+    start: Checkpoint | None = None,
     device: str = "cpu",
     resume: bool = False,
     on_log: Callable[[Progress], None] | None = None,
 ) -> Checkpoint:
     """Train one model and return its checkpoint, as `mechinterp train` does.
 
+    With `start` it is a new training with steps and moments of its own, from the weights of a checkpoint; the new
+    checkpoint's `origin` names it. Heads that are zero in all their weights, as in a model that `prune` saved, stay zero.
+
     Args:
         config: A config, or the name of a preset or config file.
+        start: Checkpoint whose weights the training starts from, of the config's architecture; None: random weights.
         out: Checkpoint folder. With `resume`, a model that is finished there is loaded and not trained again.
         resume: True: continue a stopped run.
         on_log: Called at every logged step with the progress.
     Raises:
-        ValueError: If the preset or config file does not exist.
-        CheckpointError: If the folder is not free, another process trains there, the model diverges, or the stored
-            config differs.
+        ValueError: If the preset or config file does not exist, `start` is no checkpoint, or the optimizer is not
+            Adam, which alone starts from given weights.
+        CheckpointError: If the folder is not free, another process trains there, the model diverges, the stored
+            config or start differs, or the weights of `start` do not fit the config.
     See also:
-        `preset`, `train_models`.
+        `preset`, `train_models`, `prune`.
     Example:
         >>> import tempfile
         >>> from mechinterp import override, preset
@@ -233,10 +280,17 @@ def train(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     train(config, out=f"{folder}/short")
         Checkpoint(short: 2 heads, d_x=5, context_length=40, step 20)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     short = train(config, out=f"{folder}/short")
+        ...     train(config, out=f"{folder}/longer", start=short).origin
+        {'started_from': 'short', 'started_at_step': 20}
     """
     if isinstance(config, str):
         config = named_config(config)
-    train_one(config, out, resume=resume, engine=partial(train_here, device=device), on_log=on_log)
+    if start is not None:
+        checkpoint_of(start, "start")
+    engine = partial(train_here, device=device, start=start)
+    train_one(config, out, resume=resume, engine=engine, on_log=on_log)
     return load(out)
 
 

@@ -7,7 +7,7 @@ import torch
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import kernel_head
 from tests.conftest import CHECKPOINTS, refused
 from tests.deep_models import random_gpt2, random_model
@@ -16,7 +16,7 @@ from tests.deep_models import random_gpt2, random_model
 @pytest.mark.parametrize("name", ["softmax-h2-s0", "tanh-h2-s0", "linear-separate-s0"])
 def test_weights_are_those_of_the_hooked_model(name: str, generator: torch.Generator):
     checkpoint = load(CHECKPOINTS / name)
-    prompts = sample_prompts(checkpoint.config.task, 4, generator=generator)
+    prompts = draw_prompts(checkpoint.config.task, 4, generator=generator)
     found = attention_patterns(checkpoint, prompts)
     _, cache = checkpoint.model.run_with_cache(prompts.tokens)
     expected = cache["pattern", 0][:, :, -1, :-1].numpy(force=True)
@@ -55,7 +55,7 @@ def test_of_many_prompts_those_at_even_quantiles_of_the_error_are_kept(prompts: 
 
 
 def short_prompts() -> Prompts:
-    return sample_prompts(TaskConfig(d_x=4, context_length=9), 16, seed=0, dtype=torch.float64)
+    return draw_prompts(TaskConfig(d_x=4, context_length=9), 16, seed=0, dtype=torch.float64)
 
 
 def entropy_of(p: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.linear import descent_curves, probe_layers, reweighted
 from mechinterp.analysis.stats import random_halves
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -35,7 +35,7 @@ def model():
 @pytest.fixture(scope="module")
 def prompts():
     generator = generator_for(0, "eval", 0)
-    return sample_prompts(TASK, 2000, generator=generator, dtype=torch.float64)
+    return draw_prompts(TASK, 2000, generator=generator, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

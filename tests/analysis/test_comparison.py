@@ -10,7 +10,7 @@ import pytest
 
 from analyses.lib.shared_losses import shared_losses
 from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, sweep_frame
+from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, models_frame
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -129,7 +129,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
-    frame = sweep_frame(MODELS, run_folder, diverged={"lost": 100})
+    frame = models_frame(MODELS, run_folder, diverged={"lost": 100})
     assert frame["name"].tolist() == list(MODELS)
     assert frame["id"].tolist() == [config.id for config in MODELS.values()]
     for field in ("seed", "task.noise_var", "task.covariance.kind", "train.learning_rate"):
@@ -149,7 +149,7 @@ def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
 
 @pytest.mark.slow
 def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
-    frame = sweep_frame(MODELS, run_folder, diverged={"lost": None})
+    frame = models_frame(MODELS, run_folder, diverged={"lost": None})
     file = run_folder / "results.parquet"
     write_own_table(file, frame)
     stored = pd.read_parquet(file)
@@ -160,7 +160,7 @@ def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
     assert stored["model.d_head"].dropna().tolist() == [6]
     assert [None if mu is None else mu.tolist() for mu in stored["mu"]] == frame["mu"].tolist()
     # One that is there is replaced: it is made anew whenever the run goes on.
-    again = sweep_frame({"step": MODELS["step"]}, run_folder)
+    again = models_frame({"step": MODELS["step"]}, run_folder)
     write_own_table(file, again)
     assert len(pd.read_parquet(file)) == 1
 
@@ -168,7 +168,7 @@ def test_the_table_is_the_same_after_a_trip_through_its_file(run_folder: Path):
 @pytest.mark.slow
 def test_a_model_that_is_missing_or_cannot_be_written_is_named(run_folder: Path):
     with refused("/lost", error=CheckpointError):
-        sweep_frame(MODELS, run_folder)
-    frame = sweep_frame({"step": replace(MODELS["step"])}, run_folder)
+        models_frame(MODELS, run_folder)
+    frame = models_frame({"step": replace(MODELS["step"])}, run_folder)
     with refused("results.parquet", error=CheckpointError):
         write_own_table(run_folder / "step" / "config.json" / "results.parquet", frame)

@@ -24,7 +24,7 @@ from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
@@ -42,9 +42,7 @@ KINDS = {
 
 def drawn(step: int, n_prompts: int = 3) -> Prompts:
     generator = generator_for(0, "eval", step)
-    return sample_prompts(
-        TASK, n_prompts, generator=generator, context_length=6, dtype=torch.float64
-    )
+    return draw_prompts(TASK, n_prompts, generator=generator, context_length=6, dtype=torch.float64)
 
 
 @pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))

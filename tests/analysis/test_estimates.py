@@ -19,7 +19,7 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.icl.predictors import debiased_gd, ridge, vanilla_gd
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import (
     debiased_gradient_step,
     diagonal_heads,
@@ -49,7 +49,7 @@ def test_standard_errors_are_the_spread_over_repetitions():
 
 @pytest.mark.parametrize("d_y", [1, 2])
 def test_the_best_factor_undoes_a_factor_exactly(d_y: int):
-    clean = sample_prompts(TaskConfig(d_y=d_y), 32, seed=0, dtype=torch.float64).y_query_clean
+    clean = draw_prompts(TaskConfig(d_y=d_y), 32, seed=0, dtype=torch.float64).y_query_clean
     for factor in (0.25, 1.0, -3.0):
         found, sem = best_factor(clean / factor, clean)
         assert found == pytest.approx(factor, rel=1e-12)
@@ -58,7 +58,7 @@ def test_the_best_factor_undoes_a_factor_exactly(d_y: int):
 
 def test_the_best_factor_has_the_least_loss():
     """Mean (c f - y)^2 is a parabola in c: its derivative is 0 at the factor."""
-    prompts = sample_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
+    prompts = draw_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
     prediction = 0.3 * ridge(prompts, penalty=0.5)
     factor, _ = best_factor(prediction, prompts.y_query)
     slope = (prediction * (factor * prediction - prompts.y_query)).mean()

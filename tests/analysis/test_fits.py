@@ -31,7 +31,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -124,7 +124,7 @@ def test_a_causal_model_is_fitted_at_all_lengths_from_one_run():
     """The numbers are those of a function that is run length by length on the same prompts."""
     task = TaskConfig(d_x=4, context_length=8)
     model = random_model(2, 2, **GPT2)
-    drawn = sample_prompts(task, 64, seed=0, dtype=torch.float64)
+    drawn = draw_prompts(task, 64, seed=0, dtype=torch.float64)
     predictor = predictor_of(model)
     assert predictor.predict_at_every(drawn) is not None
     found = fit_learners(model, context_lengths=[3], prompts=drawn, task=task)
@@ -195,7 +195,7 @@ def zero_model(task: TaskConfig) -> ICLTransformer:
 
 
 def sampled_on(task: TaskConfig, n_prompts: int = 200):
-    return sample_prompts(task, n_prompts, dtype=torch.float64)
+    return draw_prompts(task, n_prompts, dtype=torch.float64)
 
 
 def test_a_model_that_predicts_0_is_once_as_bad_as_predicting_0():
@@ -237,7 +237,7 @@ def test_no_ratio_is_formed_to_a_learner_that_makes_no_error():
 def test_a_function_of_prompts_is_a_source():
     """The last of its predictions counts, where it gives one after every layer."""
     task = TaskConfig(d_x=3)
-    prompts = sample_prompts(task, 64, seed=0, dtype=torch.float64)
+    prompts = draw_prompts(task, 64, seed=0, dtype=torch.float64)
 
     def path(prompts):
         return torch.stack([prompts.y_query_clean + 5, ridge(prompts, penalty=1.0)])
@@ -265,7 +265,7 @@ POOL_GPT2 = override(preset("pool-gpt2"), "model.n_layers=2", "task.context_leng
 @pytest.mark.parametrize(("noise_var", "d_y"), [(0.25, 1), (0.0, 2)])
 def test_without_pairs_ridge_predicts_0_and_dmmse_the_mean_of_the_pool(noise_var: float, d_y: int):
     task = replace(SIX_PAIRS, noise_var=noise_var, d_y=d_y, supports=None)
-    prompts, pool = sample_prompts(task, 16, dtype=torch.float64).prefix(0), task_pool(task)
+    prompts, pool = draw_prompts(task, 16, dtype=torch.float64).prefix(0), task.pool()
     for penalty in (0.5, 0.0):
         assert not ridge(prompts, penalty=penalty).any()
     found = dmmse(prompts, pool=pool, noise_var=noise_var)
@@ -280,7 +280,7 @@ def weights_of_two_layers(**settings: object):
 
 def test_one_pass_of_a_causal_model_gives_the_predictions_of_the_cut_prompts():
     weights = weights_of_two_layers()
-    prompts = sample_prompts(POOL_GPT2.task, 32, dtype=torch.float64)
+    prompts = draw_prompts(POOL_GPT2.task, 32, dtype=torch.float64)
     expected = torch.stack([predictor_of(weights).predict(prompts.prefix(k)) for k in range(7)], 1)
     for source in (weights, ICLTransformer.from_weights(weights, task=POOL_GPT2.task)):
         assert predictor_of(source).predict_at_every(prompts) is not None
@@ -315,7 +315,7 @@ class OfOneLength(InTurn):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_module_that_predicts_at_every_x_is_read_there_if_it_is_causal(causal: bool):
     hooked = hook_module(InTurn(causal), embed=interleaved, task=SIX_PAIRS)
-    prompts = sample_prompts(SIX_PAIRS, 16)
+    prompts = draw_prompts(SIX_PAIRS, 16)
     curve = error_curve(hooked, prompts, task=SIX_PAIRS)
     assert curve.one_pass == causal
     lengths = list(range(1, 7))
@@ -348,7 +348,7 @@ class OfXsAndYs(nn.Module):
 
 def test_a_module_of_xs_and_ys_is_read_at_every_x_and_monitored():
     module = OfXsAndYs().eval()
-    prompts = sample_prompts(SIX_PAIRS, 64)
+    prompts = draw_prompts(SIX_PAIRS, 64)
     curve = error_curve(hook_module(module, task=SIX_PAIRS), prompts, task=SIX_PAIRS)
     with torch.no_grad():
         own = module(prompts.every_x, prompts.y_of_every_x[..., 0])
@@ -371,7 +371,7 @@ def test_models_that_look_back_and_models_of_pairs_run_once_per_length():
     # Each position of a context-only model sees all pairs, so that its output there is not that of the cut prompt.
     for settings in ({"context_only": "true"}, {"layout": "pairs"}):
         weights = weights_of_two_layers(**settings)
-        prompts = sample_prompts(POOL_GPT2.task, 8, dtype=torch.float64)
+        prompts = draw_prompts(POOL_GPT2.task, 8, dtype=torch.float64)
         assert predictor_of(weights).predict_at_every(prompts) is None
         curve = error_curve(weights, prompts, task=POOL_GPT2.task, lengths=[2, 6])
         errors = predictor_of(weights).predict(prompts.prefix(2)) - prompts.prefix(2).y_query
@@ -396,7 +396,7 @@ def test_the_bayes_predictor_has_ratio_1_and_zero_the_variance_of_y():
 
 def test_dmmse_is_best_on_the_pool_and_the_frame_has_every_learner_and_length():
     def posterior(prompts: Prompts) -> Tensor:
-        return dmmse(prompts, pool=task_pool(SIX_PAIRS), noise_var=0.25)
+        return dmmse(prompts, pool=SIX_PAIRS.pool(), noise_var=0.25)
 
     curve = error_curve(posterior, task=SIX_PAIRS, lengths=[0, 3, 6], n_prompts=256)
     assert (curve.best, curve.over_best) == ("dMMSE", pytest.approx(1, abs=1e-12))

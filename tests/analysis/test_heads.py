@@ -14,7 +14,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.analysis.stats import halves
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, diagonal_heads
 from mechinterp.models.heads import head_outputs, predict, stack
 from mechinterp.models.hooked.masks import METHODS, mask_heads
@@ -112,7 +112,7 @@ def test_subsets_equal_brute_force_and_shapley_values_equal_permutations(weights
 
 def test_two_responses(prompts):
     task = TaskConfig(d_y=2)
-    two = sample_prompts(task, 64, generator=generator_for(0, "eval", 1), dtype=torch.float64)
+    two = draw_prompts(task, 64, generator=generator_for(0, "eval", 1), dtype=torch.float64)
     pair = debiased_gradient_step(0.88, 0.1, d_x=5, d_y=2)
     by_hooks = ablate_heads(ICLTransformer.from_weights(pair, task=task), two)
     subsets = ablate_subsets(pair, two)

@@ -443,11 +443,11 @@ for kind, their_task, cases in (("supports", TWO, WITH_SUPPORTS), ("free", FREE,
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_built_model_has_its_label_and_numbers(case: Case):
-    found = classify(case.weights, case.task)
-    assert found.pattern == case.pattern, found.reason
+    found = classify(case.weights, task=case.task)
+    assert found.label == case.pattern, found.reason
     assert not case.labels or " ".join(found.labels) == case.labels
     assert case.reason in found.reason
-    assert all(each.holds for each in found.checks) or found.pattern in NO_LABEL
+    assert all(each.holds for each in found.checks) or found.label in NO_LABEL
     for name, expected in case.numbers.items():
         holder = found.scales if hasattr(found.scales, name) else found
         is_exact = isinstance(expected, int | float | list | np.ndarray)
@@ -465,8 +465,8 @@ def test_the_closed_form_stands_in_better_for_smaller_omega():
 @pytest.mark.parametrize("task", [KMS, TaskConfig()])
 def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     gamma = best_preconditioner()
-    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task)
-    assert (found.pattern, found.labels) == ("preconditioned_gd", ("positive", "negative"))
+    found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task=task)
+    assert (found.label, found.labels) == ("preconditioned_gd", ("positive", "negative"))
     assert torch.allclose(found.scales.step[0], gamma)  # 0.1 * 5 twice
     size = gamma.norm() / 5**0.5
     assert found.scales.eta[0] == pytest.approx(size.item())
@@ -513,18 +513,18 @@ WIDE = TaskConfig(
     ids=["shift", "free", "up", "slightly up", "half", "near half", "sign", "turned", "any turn"],
 )
 def test_a_common_matrix_that_ascends_is_no_descent(matrix: Tensor, descends: float | None):
-    found = classify(pair_of(matrix), STATED)
-    assert found.pattern == ("undetermined" if found.scales.descent < 0.05 else "preconditioned_gd")
+    found = classify(pair_of(matrix), task=STATED)
+    assert found.label == ("undetermined" if found.scales.descent < 0.05 else "preconditioned_gd")
     if descends is not None:
         assert found.scales.descent == pytest.approx(descends, abs=1e-12)
-        assert found.pattern == "undetermined"
+        assert found.label == "undetermined"
         assert found.reason.startswith("no preconditioned_gd")
         assert "; descent (" in found.reason
 
 
 def test_a_rotation_that_descends_is_named():
-    found = classify(pair_of(turned(60)), STATED)
-    assert found.pattern == "preconditioned_gd"
+    found = classify(pair_of(turned(60)), task=STATED)
+    assert found.label == "preconditioned_gd"
     assert found.scales.descent == pytest.approx(0.5)
     assert found.form.rotation == pytest.approx(60)
     assert found.omega_form == pytest.approx([0.1, -0.1])
@@ -533,18 +533,18 @@ def test_a_rotation_that_descends_is_named():
 def test_descent_is_measured_where_x_has_unit_covariance():
     """A step by the inverse covariance descends evenly, and a step by the covariance along its large directions alone."""
     Sigma = torch.from_numpy(covariance_matrix(WIDE.covariance, 5))
-    even, steep = (classify(pair_of(M), WIDE) for M in (torch.linalg.inv(Sigma), Sigma / 3))
+    even, steep = (classify(pair_of(M), task=WIDE) for M in (torch.linalg.inv(Sigma), Sigma / 3))
     assert even.scales.descent == pytest.approx(1)
     assert steep.scales.descent == pytest.approx((0.1 / 3) ** 2)
-    assert even.pattern == "preconditioned_gd"
-    assert steep.pattern == "undetermined"
+    assert even.label == "preconditioned_gd"
+    assert steep.label == "undetermined"
     assert not any("not stated" in each.reason for each in (even, steep))
     # Circuits alone state no covariance: the same matrix is measured with the identity.
     weights = pair_of(torch.linalg.inv(Sigma))
     alone = classify_circuits(weights.QK, weights.OV)
     assert alone.scales.descent == pytest.approx(0.1 / 3)
     assert "the covariance of x is not stated" in alone.reason
-    assert alone.pattern == "undetermined"
+    assert alone.label == "undetermined"
 
 
 @pytest.mark.parametrize(
@@ -560,33 +560,33 @@ def test_descent_is_measured_where_x_has_unit_covariance():
     ids=["common", "debiased", "linear", "weighted", "task heads", "superposed"],
 )
 def test_a_step_that_is_too_long_does_not_descend(weights: Weights, task: TaskConfig | None):
-    found = classify(weights, task)
-    assert found.pattern == "undetermined", found.reason
+    found = classify(weights, task=task)
+    assert found.label == "undetermined", found.reason
 
 
 def test_linear_attention_that_ascends_is_no_descent():
     up = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, -0.1)[None], [1.0])))
     assert up.scales.descent == pytest.approx(-1 / 9)
     assert up.p_values["task_r2"] <= 0.01
-    assert up.pattern == "undetermined"
+    assert up.label == "undetermined"
     assert "descent (" in up.reason
     left_out = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, 0)[None], [1.0])))
-    assert left_out.pattern == "linear_gd"
+    assert left_out.label == "linear_gd"
 
 
 def test_responses_whose_step_ascends_are_no_descent():
     rows = [0.15] * 5 + [-0.02]
-    found = classify(opposite(rows, [2.0, 1.8]), replace(FREE, supports=(FULL, FULL)))
+    found = classify(opposite(rows, [2.0, 1.8]), task=replace(FREE, supports=(FULL, FULL)))
     assert found.scales.descent == pytest.approx(-0.02 / 0.15)
     assert f"no {WEIGHTED}" in found.reason
     apart = uneven([rows, [0.2] * 6], [[2.5, 0], [0, 2]])
-    found = classify(apart, FREE)
+    found = classify(apart, task=FREE)
     assert found.scales.descent == pytest.approx(-0.02 / 0.15)
     assert "no task_heads" in found.reason
     # Off the stated support of a response there is nothing to ascend.
-    part = classify(apart, replace(FREE, supports=(FULL[:5], FULL)))
+    part = classify(apart, task=replace(FREE, supports=(FULL[:5], FULL)))
     assert part.scales.descent == pytest.approx(1)
-    assert part.pattern == "task_heads"
+    assert part.label == "task_heads"
 
 
 def test_linear_attention_is_one_step_with_its_matrix():
@@ -598,7 +598,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
         assert torch.allclose(found.scales.step[0], step)
         assert found.learner.r2 == pytest.approx(1, abs=1e-12)
         # A step by any matrix, but this one is drawn at random and predicts worse than 0.
-        assert found.pattern == "undetermined"
+        assert found.label == "undetermined"
         assert found.p_values["task_r2"] == 1
 
 
@@ -619,12 +619,12 @@ def test_a_step_is_linear_gd_if_its_matrix_descends_however_its_weights_are_roun
     for seed in range(2):
         random = drawn(5, 5, seed=seed)
         found = classify(linear_step(0.9 * (EYE + 0.2 * random), noise))
-        assert found.pattern == "linear_gd"
+        assert found.label == "linear_gd"
         assert found.learner.r2 == pytest.approx(1, abs=max(1e-12, 100 * noise))
         for size in (0.03, 1.0):
             M = size * (random - random.trace() / 5 * EYE)  # in no direction on average
             for matrix in (M, M + M.T):
-                assert classify(linear_step(matrix, noise)).pattern == "undetermined"
+                assert classify(linear_step(matrix, noise)).label == "undetermined"
 
 
 def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
@@ -636,8 +636,8 @@ def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
     ):
         QK = torch.nn.functional.pad(block, (0, 2, 0, 2))
         weights = from_circuits(QK, OV, score="linear", score_slope=1 / 40)
-        found = classify(weights, TaskConfig(d_x=5, d_y=2))
-        assert found.pattern == pattern
+        found = classify(weights, task=TaskConfig(d_x=5, d_y=2))
+        assert found.label == pattern
         assert (found.p_values["task_r2"] == 1) == (pattern == "undetermined")
 
 
@@ -645,7 +645,7 @@ def test_linear_attention_that_reads_x_is_not_a_step():
     weights = linear(heads([0.5], [1.0]))
     weights.W_V[0, 0, :5, 5] = 3.0
     found = classify(weights)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "substitution_r2" in found.reason
 
 
@@ -656,7 +656,7 @@ def test_biases_add_a_constant_that_is_nobodys():
     assert classify(biased).reason == classify(weights).reason
     shifted = classify(changed(biased, b_O=torch.tensor([3.0]).double()))
     assert shifted.share == pytest.approx(classify(weights).share)
-    assert shifted.pattern == "undetermined"
+    assert shifted.label == "undetermined"
     assert "substitution_r2" in shifted.reason
 
 
@@ -665,16 +665,16 @@ def test_circuits_alone_are_enough_and_are_read_with_their_law():
     weights = pair()
     QK, OV = weights.QK.numpy(), weights.OV.numpy()
     found = classify_circuits(QK, OV)
-    assert found.pattern == "debiased_gd"
+    assert found.label == "debiased_gd"
     as_given = circuits(weights)  # [layer, head, ...]
     assert classify_circuits(as_given.QK, as_given.OV).scales.eta == pytest.approx(found.scales.eta)
     wide = np.pad(OV, ((0, 0), (0, 0), (5, 0)))  # all d_model columns, of which the last is y
     assert classify_circuits(QK, wide).scales.eta == pytest.approx(found.scales.eta)
     two = classify_circuits(TABLE_2.QK, TABLE_2.OV, d_y=2, task=TWO)
-    assert two.pattern == "superposition"
+    assert two.label == "superposition"
     assert classify_circuits(QK[::-1], OV[::-1]).labels == ("negative", "positive")
     graded = classify_circuits(weights.QK.requires_grad_(), weights.OV.requires_grad_())
-    assert graded.pattern == "debiased_gd"
+    assert graded.label == "debiased_gd"
     sloped = classify_circuits(QK, OV, score="1+Cx", score_slope=0.5)
     assert sloped.scales.eta[0] == pytest.approx(0.5 * 2 * 0.13 * 3.4)
     to_self = classify_circuits(QK, OV, attend_to_self=True)
@@ -693,10 +693,10 @@ def test_prompts_and_limits_are_those_asked_for():
         by_circuits = classify_circuits(weights.QK, weights.OV, **prompts).learner.rms
         assert by_circuits == pytest.approx(found)
     wide, limits = CASES["uneven omega"].weights, Thresholds(omega_spread=0.6)
-    assert classify(wide, thresholds=limits).pattern == "debiased_gd"
+    assert classify(wide, thresholds=limits).label == "debiased_gd"
     found = classify_circuits(wide.QK, wide.OV, thresholds=limits)
-    assert found.pattern == "debiased_gd"
-    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).pattern != "task_heads"
+    assert found.label == "debiased_gd"
+    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).label != "task_heads"
 
 
 def test_the_threshold_on_the_qk_circuit_is_above_random_heads():
@@ -711,8 +711,8 @@ ONE = np.zeros((1, 6, 6))
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: classify(GOOD, TaskConfig(d_y=2)), ["d_y = 1", "d_y = 2"]),
-        (lambda: classify(GOOD, TaskConfig(d_x=3)), ["d_x = 5", "d_x = 3"]),
+        (lambda: classify(GOOD, task=TaskConfig(d_y=2)), ["d_y = 1", "d_y = 2"]),
+        (lambda: classify(GOOD, task=TaskConfig(d_x=3)), ["d_x = 5", "d_x = 3"]),
         (lambda: classify(GOOD, n_prompts=1), ["n_prompts", 8, 1]),
         (lambda: classify_circuits(ONE, np.zeros((2, 6, 1))), ["QK", "OV", "[1, 6, 6]"]),
         (lambda: classify_circuits(ONE, np.zeros((1, 6, 3)), 2), ["OV", "d_y = 2"]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from analyses.coefficients.sampler import heads_at, moments_of
-from mechinterp import evaluation_prompts, hook_module, local_learning_coefficient
+from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.learning_coefficient import warn_of_long, why_no_minimum
 from mechinterp.analysis.training.local_losses import (
@@ -32,7 +32,7 @@ from mechinterp.analysis.training.sampler import (
 )
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.theory.linear import (
     Heads,
@@ -124,7 +124,7 @@ def test_the_loss_of_a_population_and_its_gradient_are_those_of_the_moments(
 )
 def test_the_loss_on_prompts_and_its_gradient_are_those_of_the_model(name: str):
     checkpoint = load(CHECKPOINTS / name)
-    prompts = sample_prompts(checkpoint.task, 16, seed=1, dtype=torch.float64)
+    prompts = draw_prompts(checkpoint.task, 16, seed=1, dtype=torch.float64)
     loss = prompts_loss(checkpoint, prompts)
     value, gradient = loss.function(loss.at[None])
     expected = (checkpoint.predictor.run(prompts)[0] - prompts.y_query).square().mean().item()
@@ -198,7 +198,7 @@ def test_the_gradient_on_mini_batches_is_that_of_the_loss_in_the_mean(name: str)
         heads, task = heads_of_linear(checkpoint.snapshots[0]), checkpoint.task
         loss = population_loss(heads, task_moments(task), task=task)
     else:
-        prompts = sample_prompts(checkpoint.task, 64, seed=1)
+        prompts = draw_prompts(checkpoint.task, 64, seed=1)
         loss = prompts_loss(checkpoint, prompts)
     points = np.repeat(loss.at[None], 100, axis=0)
     rows = loss.on_minibatch(points, 8, generator_for(0, "eval", 1))
@@ -338,7 +338,7 @@ def test_a_small_mlp_at_a_regular_minimum_has_half_of_its_entries():
 @pytest.mark.parametrize("pattern", ["blocks.1.attn.W_*[1]", "blocks.0.mlp.*", "unembed.W_U"])
 def test_gradients_of_gpt2_are_those_of_autograd(pattern: str):
     checkpoint = load(CHECKPOINTS / "pool-gpt2-none-s0")
-    prompts = evaluation_prompts(checkpoint, n_prompts=16).to(torch.float64)
+    prompts = sample_prompts(checkpoint, 16).to(torch.float64)
     loss = predictor_loss(checkpoint, prompts, weights=pattern)
     (value,), (gradient,) = loss.function(loss.at[None])
     hooked = predictor_of(checkpoint.weights.to(torch.float64)).hooked
@@ -384,7 +384,7 @@ def test_a_hooked_module_is_sampled_by_its_own_names():
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double()
     hooked = hook_module(layer, task=TaskConfig(d_x=3, context_length=6))
-    prompts = evaluation_prompts(hooked, n_prompts=8)
+    prompts = sample_prompts(hooked, 8)
     loss = predictor_loss(hooked, prompts, weights="linear1.*")
     assert loss.sampled == "40 entries: linear1.*"
     (value,), _ = loss.function(loss.at[None])

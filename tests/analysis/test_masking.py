@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import dmmse, load, sample_prompts, task_pool
+from mechinterp import load
 from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.result import meanings, unit_of
+from mechinterp.icl import dmmse
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -242,10 +243,10 @@ def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
 def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
     shipped = load("pool-linear-m4-s0")
     checkpoint = replace(shipped, weights=shipped.weights.to(torch.float64))
-    task, prompts = checkpoint.task, sample_prompts(checkpoint.task, 64, dtype=torch.float64)
+    task, prompts = checkpoint.task, draw_prompts(checkpoint.task, 64, dtype=torch.float64)
     for name, learner in (
         ("ridge", partial(ridge, penalty=task.posterior_penalty)),
-        ("dmmse", partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)),
+        ("dmmse", partial(dmmse, pool=task.pool(), noise_var=task.noise_var)),
     ):
         found = ablate_heads(checkpoint, prompts, metric=name)
         apart = checkpoint.predictor.run(prompts, [[], [(0, 0)]]) - learner(prompts)

@@ -36,9 +36,8 @@ from mechinterp.icl.predictors import dmmse, ridge, zero_prediction
 from mechinterp.icl.prompts import (
     Prompts,
     covariance_matrix,
+    draw_prompts,
     generator_for,
-    sample_prompts,
-    task_pool,
 )
 from mechinterp.icl.sparse_predictors import gradient_descent
 from mechinterp.models.constructions.descent import (
@@ -67,9 +66,9 @@ PRECONDITIONED = preconditioned_gd_model(
     [0.5, 0.4, 0.3, 0.3], [0.2, 0.2, 0.4, 0.4], covariance=SIGMA
 )
 ALGORITHM_1 = preprocess_then_optimise_model([1.0, 0.8, 0.6], d_x=16)
-PROMPTS = sample_prompts(DENSE, 64, dtype=torch.float64)
+PROMPTS = draw_prompts(DENSE, 64, dtype=torch.float64)
 """Given to a test, no more are drawn until the label stands."""
-MORE = sample_prompts(DENSE, 128, dtype=torch.float64)
+MORE = draw_prompts(DENSE, 128, dtype=torch.float64)
 BY_LABEL = {each.label: each for each in ALGORITHMS}
 LABELS = {
     "gradient_descent": (FALLING, DENSE),
@@ -213,7 +212,7 @@ def test_a_logistic_model_has_a_factor_and_predictions_that_no_factor_helps_are_
 @pytest.mark.parametrize("no_better", [False, True])
 def test_a_logit_is_not_measured_by_squared_error(no_better: bool):
     """Three steps of logistic regression on responses of -1 and 1; the expected response is tanh(z / 2)."""
-    drawn = sample_prompts(DENSE, 64, dtype=torch.float64)
+    drawn = draw_prompts(DENSE, 64, dtype=torch.float64)
     signs = {name: getattr(drawn, name).sign() for name in ("y", "y_query", "y_query_clean")}
     prompts = replace(drawn, **signs)
 
@@ -312,7 +311,7 @@ def descent(prompts: Prompts) -> Tensor:
 @pytest.mark.slow
 def test_functions_of_prompts_are_sources():
     # No more prompts are used than these.
-    given = sample_prompts(DENSE, 48, generator=generator_for(3, "eval", 0), context_length=30)
+    given = draw_prompts(DENSE, 48, generator=generator_for(3, "eval", 0), context_length=30)
     found = name_algorithm(descent, given, task=DENSE)
     assert (found.label, found.n_layers, found.n_prompts) == ("gradient_descent", 3, 48)
     assert [length for length, _ in found.risks.values()] == [30, 15, 60, 30]
@@ -387,10 +386,10 @@ def test_one_step_of_descent_is_found_among_functions(eta: float, seed: int):
 @pytest.mark.slow
 def test_the_posterior_mean_of_a_pool_is_a_function():
     task = TaskConfig(d_x=4, context_length=8, noise_var=0.25, n_tasks=8)
-    prompts = sample_prompts(task, 128, dtype=torch.float64)
+    prompts = draw_prompts(task, 128, dtype=torch.float64)
 
     def named(noise_var: float) -> Naming:
-        memory = partial(dmmse, pool=task_pool(task), noise_var=noise_var)
+        memory = partial(dmmse, pool=task.pool(), noise_var=noise_var)
         return name_algorithm(memory, prompts, task=task)
 
     found = named(task.noise_var)
@@ -421,7 +420,7 @@ def test_an_order_of_the_pairs_is_no_batch_learner():
 @pytest.mark.parametrize("task", [DENSE, SPARSE, KMS], ids=["dense", "sparse", "chain"])
 def test_noise_of_weights_keeps_a_share_of_one_over_d(task: TaskConfig):
     """x^T E b with entries of +-1 in E: other signs keep its diagonal, another order of a chain on average less than half."""
-    prompts = sample_prompts(task, 4096, dtype=torch.float64)
+    prompts = draw_prompts(task, 4096, dtype=torch.float64)
     d = task.d_x
     draws = []
     for seed in range(8):
@@ -467,7 +466,7 @@ def test_what_else_an_algorithm_holds_is_put_in_too(label: str):
 def test_a_model_that_takes_other_steps_does_not_follow():
     """The stream moves on by the steps of another step size than those that are put in."""
     weights, task = LABELS["gradient_descent"]
-    predictor, prompts = predictor_of(weights), sample_prompts(task, 128, dtype=torch.float64)
+    predictor, prompts = predictor_of(weights), draw_prompts(task, 128, dtype=torch.float64)
     found = step_effects(predictor, BY_LABEL["newton"], np.array([0.1]), prompts, task)
     assert found.steps_r2.min() < 0.95
 
@@ -477,7 +476,7 @@ def test_what_is_held_is_exchanged_by_the_interchange_of_transformer_lens_too(la
     """Of the prediction so far, in the direction that is read out; a random direction of the same length is none."""
     weights = rotated(FALLING, seed=0)
     hooked = predictor_of(weights).hooked
-    prompts = sample_prompts(DENSE, 64, seed=3, dtype=torch.float64)
+    prompts = draw_prompts(DENSE, 64, seed=3, dtype=torch.float64)
     moments = PromptMoments(prompts, DENSE)
     path = BY_LABEL["gradient_descent"].predictions(moments, [0.7, 0.5, 0.3, 0.2], 4)
     expected = path[-1] - path[layer - 1] + path[layer - 1].roll(1, 0)
@@ -501,7 +500,7 @@ def test_too_few_prompts_for_the_images_are_not_enough():
     weights, task = LABELS["gradient_descent"]
     # Images of the prediction and 8 entries of x, fitted to half of the prompts, two for each.
     for n, known in ((35, False), (36, True)):
-        prompts = sample_prompts(task, n, dtype=torch.float64)
+        prompts = draw_prompts(task, n, dtype=torch.float64)
         scalars = np.array([0.7, 0.5, 0.3, 0.2])
         found = step_effects(
             predictor_of(weights), BY_LABEL["gradient_descent"], scalars, prompts, task
@@ -531,7 +530,7 @@ def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     found = classify_layers(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "LayerNorm" in found.reason
     assert found.heads.rise.shape == (1, 2)
 

@@ -9,22 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp import (
-    Monitor,
-    TaskConfig,
-    hook_module,
-    load_run,
-    sample_prompts,
-)
+from mechinterp import Monitor, TaskConfig, hook_module, load
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.over_steps import OverSteps, over_steps
-from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -87,12 +82,12 @@ def test_the_loss_between_logged_steps_is_that_of_the_last_one(tmp_path: Path):
 
 def test_arguments_of_the_analysis_are_passed_on():
     checkpoint = load(CHECKPOINTS / "pool-linear-m4-s0")
-    found = over_steps(checkpoint, "priors", n_prompts=64, context_lengths=[2, 5])
+    found = over_steps(checkpoint, "compare-priors", n_prompts=64, context_lengths=[2, 5])
     for step, each in zip(found.step, found.results, strict=True):
         own = compare_priors(checkpoint.at(int(step)), n_prompts=64, context_lengths=[5, 2]).overall
         np.testing.assert_allclose(each.overall.relative, own.relative)
-    with refused("priors", "context_lengths", "steps"):
-        over_steps(checkpoint, "priors", steps=3)
+    with refused("compare-priors", "context_lengths", "steps"):
+        over_steps(checkpoint, "compare-priors", steps=3)
 
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +116,7 @@ def trained(*monitors: Monitor) -> nn.Module:
         for step in range(11):
             for monitor in monitors:
                 monitor(step, model)
-            prompts = sample_prompts(TASK, 16, seed=step + 1)
+            prompts = draw_prompts(TASK, 16, seed=step + 1)
             loss = (last(model(prompts.tokens)) - prompts.y_query).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -224,8 +219,8 @@ def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
         torch.save(model.state_dict(), tmp_path / "files" / f"step_{step}.pt")
     assert len(kept.snapshots) == 1
     given = {"model": {**JOINED, "layout": "pairs"}, "anyway": True}
-    files = load_run(tmp_path / "files", n_heads=2, task=SETTING, **given)
-    runs = (memory.run(), kept.run(), files, load_run(tmp_path / "mine", **given))
+    files = load(tmp_path / "files", n_heads=2, task=SETTING, **given)
+    runs = (memory.run(), kept.run(), files, load(tmp_path / "mine", **given))
     prompts = evaluation_prompts(memory.run(), n_prompts=16)
     for run in runs:
         assert isinstance(run, Run)

@@ -13,7 +13,7 @@ from mechinterp.analysis.patching.positions import (
     patch_positions,
 )
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -25,7 +25,7 @@ TASK = TaskConfig(d_x=3, d_y=2)
 
 def random_prompts(length: int, step: int) -> Prompts:
     generator = generator_for(0, "eval", step)
-    return sample_prompts(TASK, 6, generator=generator, context_length=length, dtype=torch.float64)
+    return draw_prompts(TASK, 6, generator=generator, context_length=length, dtype=torch.float64)
 
 
 def random_model(**architecture: object) -> ICLTransformer:

@@ -21,7 +21,7 @@ from mechinterp.analysis.probing.linear import (
 from mechinterp.analysis.probing.read_out_by_layer import TARGETS, read_out_by_layer
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, gradient_descent
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -130,7 +130,7 @@ def test_targets(few):
 
 def test_positions_of_a_model_that_reads_x_and_y_in_turn_are_the_querys():
     task = TaskConfig(d_x=4, context_length=9)
-    prompts = sample_prompts(task, 60, dtype=torch.float64)
+    prompts = draw_prompts(task, 60, dtype=torch.float64)
     bridge = random_gpt2()
     for positions in ([0, 3], [3, -1]):
         with refused("position -1", 10, 19):
@@ -180,7 +180,7 @@ OF_STREAMS = TaskConfig(d_x=4, context_length=9)
 
 @pytest.fixture
 def drawn() -> Prompts:
-    return sample_prompts(OF_STREAMS, 256, seed=0, dtype=torch.float64)
+    return draw_prompts(OF_STREAMS, 256, seed=0, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("basis", ["tokens", "rotated"])
@@ -218,7 +218,7 @@ def test_a_fitted_read_out_finds_the_prediction_where_it_is_and_nothing_in_the_q
 
 def test_choosing_and_measuring_use_different_prompts(drawn: Prompts):
     # Targets at random: on the prompts that it was fitted to, 31 of 128 degrees of freedom would explain a share of them.
-    noise = sample_prompts(OF_STREAMS, 256, seed=7, dtype=torch.float64)
+    noise = draw_prompts(OF_STREAMS, 256, seed=7, dtype=torch.float64)
     mixed = replace(drawn, y_query=noise.y_query)
     found = read_out_by_layer(random_model(context_only=True, d_model=30, d_head=3), mixed)
     assert np.all(found.fitted_r2[0] < 4 * found.fitted_r2_sem[0])

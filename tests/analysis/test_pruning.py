@@ -27,7 +27,7 @@ from mechinterp.analysis.stats import random_halves, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import TaskConfig, TrainConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
@@ -41,7 +41,7 @@ TASK = TaskConfig(d_x=4, context_length=9)
 @pytest.fixture
 def many() -> Prompts:
     generator = generator_for(0, "eval", 1)
-    return sample_prompts(TASK, 80, generator=generator, dtype=torch.float64)
+    return draw_prompts(TASK, 80, generator=generator, dtype=torch.float64)
 
 
 TRAIN = TrainConfig(
@@ -157,7 +157,7 @@ def test_the_pruned_model_is_saved_and_trained_further(checkpoint, many, tmp_pat
     assert [len(heads) for heads in load(found.saved).weights.heads_per_layer] == [4, 1, 1]
     tuned = prune(checkpoint, many, n_prompts=60, fine_tune_steps=8, out=tmp_path / "tuned", seed=2)
     # Measured on other prompts than those that the heads are chosen on.
-    others = sample_prompts(TASK, 60, seed=3, dtype=torch.float64)
+    others = draw_prompts(TASK, 60, seed=3, dtype=torch.float64)
     by_hand = fine_tune(checkpoint, tuned.kept, others, steps=8)
     np.testing.assert_array_equal(tuned.tuned.risk, by_hand.risk)
     trained = load(tmp_path / "tuned")
@@ -276,7 +276,7 @@ KEPT = np.array([[True] * 4, [True] + [False] * 3, [True] * 4])
 
 @pytest.fixture
 def fresh():
-    return sample_prompts(TASK, 500, seed=1, dtype=torch.float64)
+    return draw_prompts(TASK, 500, seed=1, dtype=torch.float64)
 
 
 def by_hand(weights, steps: int):
@@ -286,7 +286,7 @@ def by_hand(weights, steps: int):
     for step in range(steps):
         generator = generator_for(1000, "train", step)
         length = int(torch.randint(5, 10, (), generator=generator))
-        drawn = sample_prompts(
+        drawn = draw_prompts(
             TASK, 64, generator=generator, context_length=length, dtype=torch.float64
         )
         optimizer.zero_grad()

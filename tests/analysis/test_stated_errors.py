@@ -26,7 +26,7 @@ from mechinterp.analysis.training.learning_coefficient import local_learning_coe
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.config import ExperimentConfig, TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -155,7 +155,7 @@ def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> obje
 
 def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object:
     """At a minimum of the loss on prompts that stay the same: the error covers the chains alone (docs/trust.md)."""
-    prompts = sample_prompts(source.task, n_prompts, seed=0)
+    prompts = draw_prompts(source.task, n_prompts, seed=0)
     return local_learning_coefficient(source, prompts, settle=True, chains=SHORT_CHAINS, seed=seed)
 
 
@@ -171,13 +171,15 @@ def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
 
 CASES = {
     "classify": Case(softmax),
-    "algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
+    "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attention-entropy": Case(softmax),
-    "edges": Case(n_prompts=32, seeds=100, slow=True),
-    "edge-circuits": Case(n_prompts=64, run=circuits_of_one_ranking),
-    "fit": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
-    "priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
-    "learning-coefficient": Case(on_moments, seeds=100, slow=True, settings={"chains": CHAINS}),
+    "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
+    "faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
+    "fit-learners": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
+    "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
+    "local-learning-coefficient": Case(
+        on_moments, seeds=100, slow=True, settings={"chains": CHAINS}
+    ),
     "coefficient snapshots": Case(on_moments, seeds=100, slow=True, run=drawn_coefficients),
     "coefficient on prompts": Case(
         small_head, n_prompts=128, seeds=100, slow=True, run=drawn_on_prompts
@@ -316,7 +318,14 @@ def test_stated_errors_are_the_spread_over_seeds(name: str):
 
 def test_every_column_of_a_table_with_an_error_is_compared():
     """Columns are renamed fields or properties; a test of fields alone could miss one."""
-    for name in ("ablate", "baselines", "prune", "read-out-by-layer", "fit", "priors"):
+    for name in (
+        "ablate",
+        "baselines",
+        "prune",
+        "read-out-by-layer",
+        "fit-learners",
+        "compare-priors",
+    ):
         case = case_of(name)
         (result,) = results(name, replace(case, n_prompts=32), 1)
         fields_compared = {path.split(".")[-1] for path in stated(result)}

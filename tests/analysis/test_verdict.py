@@ -24,7 +24,7 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.conftest import CHECKPOINTS
@@ -108,7 +108,7 @@ def test_a_step_of_another_size_is_doubted_whatever_was_stated_of_its_task():
     assert {"noise_var", "beta_var", "context_length", "covariance"} <= set(found.task.assumed)
     assert "the task may be another one" in found.verdict.doubt
     assert found.verdict.doubt in repr(found)
-    stated = classify(weights, TaskConfig().assuming(()))
+    stated = classify(weights, task=TaskConfig().assuming(()))
     assert stated.task.assumed == ()
     assert stated.verdict.doubt == found.verdict.doubt
     assert stated.best_factor == found.best_factor
@@ -163,7 +163,7 @@ def test_calibration_is_what_the_analyses_counted(file: str, labels: dict[str, L
 
 
 def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():
-    prompts = sample_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
+    prompts = draw_prompts(TaskConfig(), 64, seed=0, dtype=torch.float64)
     line, other = prompts.y_query, prompts.y_query.flip(0)
     found = nearby(
         2 * line, {"kernel_head": torch.stack([other, line]), "ridge": line[None]}, 2 * line
@@ -181,7 +181,7 @@ def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():
 
 def test_prompts_are_changed_by_the_factors_and_by_nothing_else():
     task = TaskConfig(d_x=3, d_y=2, context_length=6)
-    own = sample_prompts(task, 16, seed=1, dtype=torch.float64)
+    own = draw_prompts(task, 16, seed=1, dtype=torch.float64)
     same = doubts.changed(task, 16, 1)
     for name in ("x", "y", "x_query", "y_query", "y_query_clean", "beta"):
         torch.testing.assert_close(getattr(same, name), getattr(own, name), rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from mechinterp.analysis.learners import nearest
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.report.to_json import to_json
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
@@ -48,7 +48,7 @@ def test_a_measurement_of_two_layers(versus):
 
     def steps() -> None:
         for step in range(TIMED):
-            prompts = sample_prompts(TaskConfig(), 64, seed=step)
+            prompts = draw_prompts(TaskConfig(), 64, seed=step)
             loss = (module(prompts.tokens)[:, -1] - prompts.y_query).square().mean()
             optimizer.zero_grad()
             loss.backward()

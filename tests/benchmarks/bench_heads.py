@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mechinterp.analysis.ablation.subsets import ablate_subsets
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.hooked.masks import Head, mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -46,7 +46,7 @@ def deep_model(score: str) -> ICLTransformer:
 @pytest.mark.parametrize(("score", "kind"), [("linear/L", "linear"), ("softmax", "softmax")])
 def test_every_head_of_a_deep_model(versus, score: str, kind: str):
     model, task = deep_model(score), TaskConfig(d_x=16, context_length=32)
-    prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
     part = prompts[: 2 * CHUNK]
     assert_same(predictor_of(model).run(part, masks), by_hooks(model, part, masks))
@@ -65,7 +65,7 @@ def test_every_subset_of_a_layer(versus):
     W_O = torch.randn(N_HEADS, 6, 1, generator=generator) / 6**0.5
     weights = one_layer(W_Q, W_K, W_V, W_O, scale=6**-0.5)
     model = ICLTransformer.from_weights(weights, task=task)
-    prompts = sample_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     part = prompts[:CHUNK]
     subsets = ablate_subsets(model, part)
     masks = [[(0, int(head)) for head in (~kept).nonzero()[0]] for kept in subsets.kept]

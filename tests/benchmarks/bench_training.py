@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mechinterp.config import override
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.one_layer import step as pack_module
@@ -119,7 +119,7 @@ def bare_products(loop: Callable[[], None], n_rows: int, width: int) -> Callable
 def draw() -> None:
     task = preset("softmax-h2").task
     for step in range(STEPS):
-        sample_prompts(task, 256, generator=generator_for(0, "train", step))
+        draw_prompts(task, 256, generator=generator_for(0, "train", step))
 
 
 def draw_plainly() -> None:

@@ -21,7 +21,7 @@ LONG = 60
 """Number of seconds after which an analysis is stopped."""
 PAGE = "the page of `report`"
 WHY = (
-    "The longest: `learning-coefficient` of a deep model takes a gradient on all prompts for every step: up to 400 to see that",
+    "The longest: `local-learning-coefficient` of a deep model takes a gradient on all prompts for every step: up to 400 to see that",
     "the weights are a minimum, then twenty for every draw. A warning says so first if it will take more than ten minutes. A",
     "page about sparse-h4 is above its aim of 15 seconds: a third of it are masks by three methods (16 heads, 4,096 prompts,",
     "each masked run through all later layers), a quarter pruning; four fifths of both are matrix products.",

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.heads import predict
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.presets import preset
@@ -74,7 +74,7 @@ def test_a_round_trip_loses_nothing(tmp_path: Path, dtype: torch.dtype):
     assert (back.format, back.step) == ("native", 7)
     file = "model.safetensors"
     assert (tmp_path / "back" / file).read_bytes() == (native / file).read_bytes()
-    prompts = sample_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
+    prompts = draw_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
     expected = predict(before.weights, prompts)
     assert_close_to_rounding(written.model.predict(prompts), expected)
 

@@ -14,7 +14,7 @@ from torch import nn
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.heads import predict
 from tests.checkpoints.files import assert_refused, hugging_face, loaded, saved
 from tests.checkpoints.files import read as load
@@ -38,7 +38,7 @@ NOT_UNDERSTOOD = {"understood", "doubt", "readings"}
 
 
 def prompts_of(task: TaskConfig, dtype: torch.dtype = torch.float32) -> Prompts:
-    return sample_prompts(task, 64, seed=0, dtype=dtype)
+    return draw_prompts(task, 64, seed=0, dtype=dtype)
 
 
 # The papers' code, whose names say all of the model, and nothing of the task but its sizes.

@@ -23,7 +23,7 @@ from mechinterp.checkpoints.foreign.read import COUNTS
 from mechinterp.checkpoints.io.tensor_files import WRAPPERS
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import SCORES
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from tests.checkpoints.files import assert_refused, hugging_face, read
@@ -215,7 +215,7 @@ def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
     found = checkpoint.weights
     torch.testing.assert_close(found.QK, weights.QK, **CLOSE)
     torch.testing.assert_close(found.OV, weights.OV, **CLOSE)
-    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=weights.dtype)
+    prompts = draw_prompts(checkpoint.task, 16, seed=0, dtype=weights.dtype)
     torch.testing.assert_close(predict(found, prompts), predict(weights, prompts), **CLOSE)
     assert checkpoint.format == (form or checkpoint.format)
     assert checkpoint.config.model.n_heads == sizes["n_heads"]
@@ -229,7 +229,7 @@ def require_read(layout: str, sizes: dict, choices: dict, file: dict) -> None:
 def require_converted(checkpoint: Checkpoint, folder: Path) -> None:
     """From one of our formats to the next, the model stays the same."""
     model, written = checkpoint.config.model, checkpoint
-    prompts = sample_prompts(checkpoint.task, 16, seed=0, dtype=checkpoint.weights.dtype)
+    prompts = draw_prompts(checkpoint.task, 16, seed=0, dtype=checkpoint.weights.dtype)
     expected = checkpoint.predictor.predict(prompts)
     has_place = model.one_attention and model.score == "softmax" and not model.attend_to_self
     for target in ("native", "npz", *(["transformer-lens"] if has_place else []), "native"):

@@ -19,9 +19,9 @@ from mechinterp import (
     hook_module,
     load,
     predictor_of,
-    sample_prompts,
     write_report,
 )
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.runner import masked
 from tests.checkpoints import strange_modules as strange
 from tests.checkpoints.files import loaded
@@ -55,7 +55,7 @@ HAND = ("exp over sum", "less the largest", "log_softmax", "logsumexp", "in plac
 
 @pytest.fixture
 def prompts():
-    return sample_prompts(TASK, 16, seed=0, dtype=torch.float64)
+    return draw_prompts(TASK, 16, seed=0, dtype=torch.float64)
 
 
 def hooked_stack(kind: str, **settings: object):
@@ -386,7 +386,7 @@ def test_a_module_of_two_inputs_is_called_with_xs_and_ys(prompts, wrapped):
     expected = pairs(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])[:, -1, -1:]
     torch.testing.assert_close(hooked.predict(prompts), expected)
     # Parts that are not known by name are not called norms.
-    assert classify(hooked, n_prompts=16).pattern == "undetermined"
+    assert classify(hooked, n_prompts=16).label == "undetermined"
 
 
 def test_layers_are_taken_in_the_order_in_which_they_run(prompts):
@@ -412,7 +412,7 @@ def test_a_report_is_written_in_one_call(tmp_path):
 def test_threads_get_the_numbers_of_one(prompts):
     _, hooked = hooked_stack("looped blocks")
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    own, model = sample_prompts(checkpoint.task, 32, seed=0), checkpoint.model
+    own, model = draw_prompts(checkpoint.task, 32, seed=0), checkpoint.model
 
     def by_hooks(head: int) -> torch.Tensor:
         with masked(model, [(0, head)]):
@@ -448,7 +448,7 @@ def test_hooked_modules_and_used_checkpoints_are_pickled(prompts):
     expected = hooked.predict(prompts)
     assert torch.equal(pickle.loads(pickle.dumps(hooked)).predict(prompts), expected)
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    own = sample_prompts(checkpoint.task, 32, seed=0)
+    own = draw_prompts(checkpoint.task, 32, seed=0)
     expected = predictor_of(checkpoint).predict(own)
     copy = pickle.loads(pickle.dumps(checkpoint))
     assert torch.equal(predictor_of(copy).predict(own), expected)

@@ -6,7 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from mechinterp import TaskConfig, ablate_heads, attention_patterns, hook_module, sample_prompts
+from mechinterp import TaskConfig, ablate_heads, attention_patterns, hook_module
+from mechinterp.icl.prompts import draw_prompts
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, context_length=6)
@@ -72,7 +73,7 @@ def test_rises_and_patterns_are_those_of_the_model_itself(family):
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.normal_(std=0.3)
-    prompts = sample_prompts(TASK, 32, seed=1, dtype=dtype)
+    prompts = draw_prompts(TASK, 32, seed=1, dtype=dtype)
     hooked = hook_module(model, task=TASK)
 
     def risk() -> float:

@@ -16,10 +16,10 @@ from mechinterp import (
     predictor_of,
     probe_layers,
     prune,
-    sample_prompts,
     write_report,
 )
 from mechinterp.analysis.ablation.pruning import best_head_first
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.runner import query_positions
 from tests.checkpoints.test_hooked_modules import Split
 from tests.models.test_layered_models import garg
@@ -55,7 +55,7 @@ class Pooled(Encoder):
 
 @pytest.fixture
 def prompts():
-    return sample_prompts(TASK, 128, seed=0)
+    return draw_prompts(TASK, 128, seed=0)
 
 
 def made(module: type, *sizes: int) -> nn.Module:
@@ -234,7 +234,7 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
             analysis(hooked, prompts)
     assert ablate_heads(hooked, prompts).rise.any()
     assert name_algorithm(hooked, prompts).measured.path is None
-    assert classify(hooked, n_prompts=64).pattern
+    assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="a sum with the stream stands outside"):
         write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
 

@@ -12,7 +12,7 @@ from analyses.algorithms import garg_gpt2
 from analyses.lib.measured import RESULTS
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from tests.conftest import CHECKPOINTS, Run
 
 FOLDER = CHECKPOINTS / "garg-gpt2"
@@ -45,7 +45,7 @@ def test_what_the_files_say():
 def test_it_is_read_as_the_model_that_was_trained():
     model = garg_gpt2.GargModel()
     model.load_state_dict(torch.load(FOLDER / garg_gpt2.STATE)["model_state_dict"])
-    prompts = sample_prompts(shipped().task, 64, seed=3)
+    prompts = draw_prompts(shipped().task, 64, seed=3)
     with torch.no_grad():
         expected = model(prompts)[:, -1:]
     found = shipped().predictor.predict(prompts)

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from analyses.lib.milestones import PATTERNS, milestones
-from mechinterp.analysis.training.over_training import TrainingDynamics, training_dynamics
+from mechinterp.analysis.training.history import History, history
 
 SCALARS = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 
@@ -18,12 +18,12 @@ MU = np.array(
 )
 
 
-def run_of(mu: np.ndarray = MU) -> TrainingDynamics:
+def run_of(mu: np.ndarray = MU) -> History:
     step, head = np.repeat([0, 10, 20, 30, 40], 3), np.tile([0, 1, 2], 5)
     scales = {"omega": OMEGA.ravel(), "mu": mu.ravel(), "ov_last_entry": 1.0}
     scales["qk_diagonal"] = np.where(step == 20, 0.7, 1.0)
     losses = {"loss": 1.0, "eval_loss": 1.0}
-    return training_dynamics(pd.DataFrame({"step": step, "head": head, **losses, **scales}))
+    return history(pd.DataFrame({"step": step, "head": head, **losses, **scales}))
 
 
 RUN = run_of()
@@ -45,35 +45,35 @@ def test_a_part_that_does_not_hold_at_the_end_has_no_step():
 
 
 @pytest.fixture
-def history() -> pd.DataFrame:
+def rows() -> pd.DataFrame:
     """Two heads, three logged steps; every value tells its step and head."""
-    rows = [
+    values = [
         {"step": step, "head": head, "loss": 1 / (step + 1), "eval_loss": 2.0 + step}
         | {name: 100.0 * place + step + head / 10 for place, name in enumerate(SCALARS)}
         for step in (0, 1000, 2000)
         for head in (0, 1)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(values)
 
 
-def test_values_find_their_step_and_head(history):
-    found = training_dynamics(history)
+def test_values_find_their_step_and_head(rows):
+    found = history(rows)
     assert found.step.tolist() == [0, 1000, 2000]
     np.testing.assert_allclose(found.omega, [[0, 0.1], [1000, 1000.1], [2000, 2000.1]])
     np.testing.assert_allclose(found.mu[2], [2100, 2100.1])
     assert found.eval_loss.tolist() == [2, 1002, 2002]
 
 
-def test_order_of_rows_does_not_matter_and_the_frame_round_trips(history):
-    shuffled = history.sample(frac=1, random_state=0).sort_values("step", kind="stable")
-    frame = training_dynamics(shuffled).to_frame()
-    pd.testing.assert_frame_equal(frame[history.columns], history, check_dtype=False)
+def test_order_of_rows_does_not_matter_and_the_frame_round_trips(rows):
+    shuffled = rows.sample(frac=1, random_state=0).sort_values("step", kind="stable")
+    frame = history(shuffled).to_frame()
+    pd.testing.assert_frame_equal(frame[rows.columns], rows, check_dtype=False)
 
 
 def test_a_mean_over_few_updates_is_not_drawn():
     step = np.array([0, 500, 1000, 1001])
     heads = {name: 1.0 for name in SCALARS}
-    history = pd.DataFrame({"step": step, "head": 0, "loss": 0.5, "eval_loss": 0.25, **heads})
-    traces = {trace.name: trace for trace in training_dynamics(history).plot_loss().data}
+    rows = pd.DataFrame({"step": step, "head": 0, "loss": 0.5, "eval_loss": 0.25, **heads})
+    traces = {trace.name: trace for trace in history(rows).plot_loss().data}
     assert np.isnan(traces["loss"].y).tolist() == [False, False, True]
     assert traces["eval_loss"].y.tolist() == [0.25, 0.25, 0.25]

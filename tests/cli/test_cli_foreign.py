@@ -10,7 +10,7 @@ import torch
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.report.to_csv import classification_frame, write_table
 from tests.checkpoints.files import read as load
@@ -173,7 +173,7 @@ def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
     assert load(out).step == load(deep).step + 8
     assert load(out).origin["fine_tuned_steps"] == 8
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
-    run("train", out / "config.json").assert_refused("it was pruned from another")
+    run("train", out / "config.json").assert_refused("made from another", "--start")
     words = "fine_tune_steps needs a model that this package trained"
     run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
@@ -195,7 +195,7 @@ def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     assert after.assumed == json.loads(json.dumps(dict(before.assumed)))
     assert (after.format, after.config.model) == ("native", before.config.model)
     assert after.origin["pruned_from"] == "gpt2.pt"
-    drawn = sample_prompts(before.task, 16, generator=generator_for(1, "eval", 0))
+    drawn = draw_prompts(before.task, 16, generator=generator_for(1, "eval", 0))
     full, expected = before.predictor.run(drawn, [[], gone])
     torch.testing.assert_close(after.model.predict(drawn), expected)
     assert (expected - full).abs().max() > 1e-3

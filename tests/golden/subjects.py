@@ -19,7 +19,7 @@ from torch import Tensor
 import mechinterp
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ExperimentConfig, TaskConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import PRESETS
 from mechinterp.training.train import train_models
@@ -46,7 +46,7 @@ def task_of(subject: str, hints: Hints) -> TaskConfig:
 
 def drawn_prompts(task: TaskConfig, n_prompts: int) -> dict[str, Tensor]:
     """Prompts of a task, in half precision, so that every dtype holds the same numbers."""
-    prompts = sample_prompts(task, n_prompts, generator=generator_for(2024, "eval", 0))
+    prompts = draw_prompts(task, n_prompts, generator=generator_for(2024, "eval", 0))
     return {field.name: getattr(prompts, field.name).half() for field in fields(prompts)}
 
 

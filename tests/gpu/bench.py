@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.hooked.masks import mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
@@ -199,7 +199,7 @@ def plain_deep(config: ExperimentConfig, device: str) -> Callable[[int], None]:
     def run(steps: int) -> None:
         for step in range(steps):
             generator = generator_for(1, "train", step, device=device)
-            prompts = sample_prompts(config.task, config.train.batch_size, generator=generator)
+            prompts = draw_prompts(config.task, config.train.batch_size, generator=generator)
             loss = (model(prompts.tokens)[:, -1] - prompts.y_query).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -215,7 +215,7 @@ def masking(sizes: Sizes, device: str) -> Iterator[Row]:
         config = ExperimentConfig(TASK, architecture(64, score))
         weights = initial_deep_weights(config).to(device)
         model = ICLTransformer.from_weights(weights, task=TASK)
-        prompts = sample_prompts(TASK, sizes.prompts).to(device)
+        prompts = draw_prompts(TASK, sizes.prompts).to(device)
         pieces = [prompts[i : i + 4096].tokens for i in range(0, len(prompts), 4096)]
 
         def by_hooks(model: ICLTransformer = model, pieces: list = pieces) -> None:

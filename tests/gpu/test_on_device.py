@@ -18,7 +18,7 @@ from mechinterp.config import (
     override,
 )
 from mechinterp.config.task import CovarianceConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
 from mechinterp.training import run as running
@@ -69,9 +69,7 @@ def moments(prompts: Prompts) -> Tensor:
 @pytest.mark.parametrize("task", sampled(TASKS, keep="supports".__eq__))
 def test_prompts_have_the_law_of_the_processors(task: str, device: str, record: Record):
     generators = generator_for(0, "eval", 0), generator_for(1, "eval", 0, device=device)
-    expected, drawn = (
-        moments(sample_prompts(TASKS[task], 20_000, generator=g)) for g in generators
-    )
+    expected, drawn = (moments(draw_prompts(TASKS[task], 20_000, generator=g)) for g in generators)
     sem = ((expected.var(0) + drawn.var(0)) / len(expected)).sqrt()
     gap = (expected.mean(0) - drawn.mean(0)).abs()
     assert (gap[sem == 0] == 0).all()
@@ -86,7 +84,7 @@ def test_a_step_has_the_processors_gradients(
 ):
     config = ExperimentConfig(TaskConfig(), ModelConfig(n_heads=3, score=score))
     weights = initial_weights(config).to(dtype)
-    prompts, members = sample_prompts(config.task, 256, seed=1, dtype=dtype), membership([1, 2])
+    prompts, members = draw_prompts(config.task, 256, seed=1, dtype=dtype), membership([1, 2])
     expected = loss_and_gradients(weights, prompts, members)
     on_device = loss_and_gradients(weights.to(device), prompts.to(device), members.to(device))
     record("loss", distance(on_device[0], expected[0]), ROUNDING[dtype])
@@ -120,9 +118,9 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         task: TaskConfig, n_prompts: int, *, generator: torch.Generator, **asked: object
     ) -> Prompts:
         own = torch.Generator().manual_seed(generator.initial_seed())
-        return sample_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
+        return draw_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
 
-    monkeypatch.setattr(running, "sample_prompts", drawn)
+    monkeypatch.setattr(running, "draw_prompts", drawn)
 
 
 def trained(run: Run) -> Tensor:
@@ -188,7 +186,7 @@ def test_masking_gives_the_processors_predictions(
 ):
     model = ModelConfig() if kind == "one layer" else next(iter(deep_models(kind).values())).model
     weights = initial_deep_weights(ExperimentConfig(SMALL, model, TRAIN)).to(dtype)
-    prompts = sample_prompts(SMALL, 300, dtype=dtype)
+    prompts = draw_prompts(SMALL, 300, dtype=dtype)
     masks = [[], [(0, 1)], [(0, 0), (weights.n_layers - 1, 1)]]
     expected = predictor_of(weights).run(prompts, masks, method=method)
     moved = predictor_of(weights.to(device))

@@ -8,7 +8,7 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import TOLERANCE, Algorithm, PromptMoments, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from tests.conftest import refused
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
@@ -25,7 +25,7 @@ TASK = TaskConfig(
 
 def drawn(seed: int, n_prompts: int = 128) -> PromptMoments:
     return PromptMoments(
-        sample_prompts(TASK, n_prompts, generator=generator_for(seed, "eval", 0)), TASK
+        draw_prompts(TASK, n_prompts, generator=generator_for(seed, "eval", 0)), TASK
     )
 
 
@@ -67,7 +67,7 @@ def test_the_steps_of_chebyshevs_iteration_are_found(seed: int):
     """Six steps that reach from .5 to 7.6: a search from equal sizes never leaves them, and one from
     sizes near to each other may end with several at 0."""
     task = TaskConfig(d_x=4, context_length=32, noise_var=0)
-    prompts = sample_prompts(task, 128, generator=generator_for(seed, "eval", 0))
+    prompts = draw_prompts(task, 128, generator=generator_for(seed, "eval", 0))
     moments, descent = PromptMoments(prompts, task), BY_NAME["gradient descent"]
     angles = (2 * np.arange(6) + 1) * np.pi / 12
     etas = 1 / (1.05 + 0.95 * np.cos(angles))  # for eigenvalues from .1 to 2
@@ -92,7 +92,7 @@ def test_unequal_steps_on_reweighted_x_are_found():
 def test_a_search_ends_where_derivatives_are_not_finite():
     """Six layers of GD++ are of degree 729 in their scalars: their derivatives are not finite here, the predictions are."""
     task = TaskConfig(d_x=4, context_length=32, noise_var=0)
-    prompts = sample_prompts(task, 24, generator=generator_for(1, "eval", 0))
+    prompts = draw_prompts(task, 24, generator=generator_for(1, "eval", 0))
     moments, algorithm = PromptMoments(prompts, task), BY_NAME["GD++"]
     start, target = 30 * algorithm.start(moments, 6), moments.prompts.y_query
     lost = fit_algorithm(algorithm, moments, target, n_layers=6, n_starts=1, start=start)
@@ -107,7 +107,7 @@ def test_a_search_ends_where_derivatives_are_not_finite():
 def test_one_step_is_found_among_several(eta: float):
     """A search from four natural steps ends at four steps, with an error of a twentieth and more."""
     task = TaskConfig(d_x=4, context_length=20)
-    moments = PromptMoments(sample_prompts(task, 128, generator=generator_for(0, "eval", 0)), task)
+    moments = PromptMoments(draw_prompts(task, 128, generator=generator_for(0, "eval", 0)), task)
     descent = BY_NAME["gradient descent"]
     target = descent.predictions(moments, [eta], 1)[0]
     natural = descent.start(moments, 4)

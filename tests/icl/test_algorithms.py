@@ -10,7 +10,7 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, covariance_matrix, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import (
     ols,
     preprocess_then_optimise,
@@ -33,7 +33,7 @@ ETA, GAMMA = [0.5, 0.3, 0.2, 0.1], [0.2, -0.1, 0.15]
 
 @pytest.fixture
 def prompts() -> Prompts:
-    return sample_prompts(TASK, 32, generator=generator_for(1, "eval", 0), dtype=torch.float64)
+    return draw_prompts(TASK, 32, generator=generator_for(1, "eval", 0), dtype=torch.float64)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ class TestWhatTellsThemApart:
 )
 def test_bad_numbers_are_refused(call, words: tuple):
     with refused(*words):
-        run(call[0], PromptMoments(sample_prompts(TASK, 4), TASK), *call[1:])
+        run(call[0], PromptMoments(draw_prompts(TASK, 4), TASK), *call[1:])
 
 
 def test_the_posterior_penalty_counts_the_zeros_of_sparse_tasks(moments: PromptMoments):

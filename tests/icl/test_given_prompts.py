@@ -11,7 +11,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
-from mechinterp.icl.prompts import Prompts, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -79,7 +79,7 @@ def test_given_prompts_stand_for_their_law(arrays):
     assert no_law(task)
     assert "law is not known" in task.in_words
     with refused("law of the given prompts is unknown"):
-        sample_prompts(task, 4)
+        draw_prompts(task, 4)
     law = TaskConfig(d_x=D_X, noise_var=0.3)
     stated = PromptsTask.of(given, law)
     assert (no_law(stated), stated.posterior_penalty) == (False, law.posterior_penalty)
@@ -87,22 +87,20 @@ def test_given_prompts_stand_for_their_law(arrays):
     with refused("d_x", "that of the prompts, 3", 4):
         PromptsTask.of(given, TaskConfig(d_x=4))
     pool = TaskConfig(d_x=D_X, n_tasks=4)
-    torch.testing.assert_close(
-        task_pool(PromptsTask.of(given, pool)), task_pool(pool), rtol=0, atol=0
-    )
+    torch.testing.assert_close(PromptsTask.of(given, pool).pool(), pool.pool(), rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.5, 0.01, d_x=D_X)
-    found = classify(weights, prompts=given)
-    assert (found.pattern, found.n_prompts) == ("debiased_gd", N)
+    found = classify(weights, given)
+    assert (found.label, found.n_prompts) == ("debiased_gd", N)
     error = predictor_of(weights).predict(given) - given.y_query
     assert found.loss.model == pytest.approx(error.square().mean().item())
     assert "Left out" in found.left_out
     assert found.left_out in repr(found)
     assert np.isnan(found.scales.eta_optimal)
-    assert classify(weights, {"noise_var": 0.2}, prompts=given).left_out == ""
+    assert classify(weights, given, task={"noise_var": 0.2}).left_out == ""
     fits = fit_learners(weights, prompts=given)
     at = fits.learners.index("debiased_gd")
     assert fits.context_length.tolist() == [10, LENGTH]
@@ -117,17 +115,17 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
 
 def test_covariances_of_another_scale_and_of_any_matrix():
     task = TaskConfig(d_x=2, covariance=CovarianceConfig(scale=4.0))
-    plain = sample_prompts(TaskConfig(d_x=2), 8, dtype=torch.float64)
-    torch.testing.assert_close(sample_prompts(task, 8, dtype=torch.float64).x, 2 * plain.x)
+    plain = draw_prompts(TaskConfig(d_x=2), 8, dtype=torch.float64)
+    torch.testing.assert_close(draw_prompts(task, 8, dtype=torch.float64).x, 2 * plain.x)
     assert task.signal_var == 4
     # x times 2 and beta over 2 are the same y: the best step is a quarter.
     model = debiased_gradient_step(0.5, 0.01, d_x=2)
     laws = replace(task, beta_var=0.125), TaskConfig(d_x=2)
-    scaled, unit = (classify(model, law, n_prompts=16) for law in laws)
+    scaled, unit = (classify(model, task=law, n_prompts=16) for law in laws)
     assert scaled.scales.eta_optimal == pytest.approx(unit.scales.eta_optimal / 4, rel=1e-12)
     Sigma = ((2.0, 0.6), (0.6, 1.0))
     full = TaskConfig(d_x=2, covariance=CovarianceConfig("matrix", matrix=Sigma))
-    x = sample_prompts(full, 4096, dtype=torch.float64).x.flatten(0, 1).numpy()
+    x = draw_prompts(full, 4096, dtype=torch.float64).x.flatten(0, 1).numpy()
     # Standard error of an entry: at most sqrt(2) * 2 / sqrt(4096 * 40) = 0.007.
     np.testing.assert_allclose(x.T @ x / len(x), Sigma, atol=5 * 0.007)
     for matrix in ([[1, 2], [2, 1]], [[1, 0.5], [0.4, 1]], [[1, 0]], []):

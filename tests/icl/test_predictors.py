@@ -14,7 +14,7 @@ from mechinterp.icl.predictors import (
     ridge,
     vanilla_gd,
 )
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import (
     descend,
     gradient_descent,
@@ -27,7 +27,7 @@ from tests.conftest import refused
 def small_prompts(request):
     d_x, d_y, length = request.param
     task = TaskConfig(d_x=d_x, d_y=d_y, context_length=length)
-    return sample_prompts(task, 16, generator=generator_for(3, "eval", 0), dtype=torch.float64)
+    return draw_prompts(task, 16, generator=generator_for(3, "eval", 0), dtype=torch.float64)
 
 
 def by_prompt(prompts, formula):
@@ -77,7 +77,7 @@ def test_ridge_solves_the_normal_equations(small_prompts, penalty):
 def test_the_bayes_penalty_beats_its_neighbours():
     kms = CovarianceConfig(kind="kms", rho=0.8)
     task = TaskConfig(context_length=12, noise_var=0.4, covariance=kms)
-    prompts = sample_prompts(task, 20_000, dtype=torch.float64)
+    prompts = draw_prompts(task, 20_000, dtype=torch.float64)
     bayes = task.noise_var / task.beta_variance
 
     def squares(penalty):
@@ -104,7 +104,7 @@ SKEWED = np.array([[0.3, 0.1, 0.0], [0.1, 0.5, 0.05], [0.0, 0.05, 0.2]])
 def skewed_prompts(n_prompts, length):
     """x ~ N(0, SKEWED), beta ~ N(0, I), no noise."""
     task = TaskConfig(d_x=3, context_length=length, beta_var=1.0, noise_var=0.0)
-    prompts = sample_prompts(
+    prompts = draw_prompts(
         task, n_prompts, generator=generator_for(5, "eval", 0), dtype=torch.float64
     )
     root = torch.from_numpy(np.linalg.cholesky(SKEWED)).mT
@@ -149,12 +149,12 @@ TASK = TaskConfig(d_x=6, d_y=2, context_length=20, sparsity=2, nonzeros="signs",
 
 @pytest.fixture
 def sparse() -> Prompts:
-    return sample_prompts(TASK, 32, generator=generator_for(4, "eval", 0), dtype=torch.float64)
+    return draw_prompts(TASK, 32, generator=generator_for(4, "eval", 0), dtype=torch.float64)
 
 
 def test_supports_are_random_and_of_one_size():
     task = replace(TASK, d_y=1)
-    beta = sample_prompts(task, 6000, generator=generator_for(0, "eval", 0)).beta[..., 0]
+    beta = draw_prompts(task, 6000, generator=generator_for(0, "eval", 0)).beta[..., 0]
     live = beta != 0
     assert (live.sum(1) == 2).all()
     share = live.double().mean(0)
@@ -167,7 +167,7 @@ def test_supports_are_random_and_of_one_size():
 def test_signal_variance_is_that_of_the_prompts(nonzeros: str):
     covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=(3.0, 1.0, 1.0, 0.5))
     task = TaskConfig(d_x=4, sparsity=2, nonzeros=nonzeros, covariance=covariance)
-    prompts = sample_prompts(task, 40_000, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(task, 40_000, generator=generator_for(0, "eval", 0))
     squares = prompts.y_query_clean.square()
     sem = squares.std().item() / 200
     assert abs(squares.mean().item() - task.signal_var) < 4 * sem

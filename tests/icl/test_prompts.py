@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config.vectors import STREAMS
 from mechinterp.icl.prompts import (
-    STREAMS,
     Prompts,
     covariance_matrix,
+    draw_prompts,
     generator_for,
     prompt_chunks,
-    sample_prompts,
 )
 from tests.conftest import refused
 
@@ -24,7 +24,7 @@ EIGENVALUES = CovarianceConfig(kind="eigenvalues", eigenvalues=(0.5, 1.0, 4.0))
 
 def draw(task: TaskConfig, n_prompts: int = 4000, **options: object) -> Prompts:
     generator = generator_for(0, "eval", 0)
-    return sample_prompts(task, n_prompts, generator=generator, dtype=torch.float64, **options)
+    return draw_prompts(task, n_prompts, generator=generator, dtype=torch.float64, **options)
 
 
 def assert_mean(samples: Tensor, expected: Tensor | float):
@@ -41,7 +41,7 @@ def assert_equal(left: Prompts, right: Prompts):
 
 def test_a_batch_is_a_function_of_seed_stream_and_step():
     def batch(seed: int, stream: str, step: int) -> Prompts:
-        return sample_prompts(TaskConfig(), 8, generator=generator_for(seed, stream, step))
+        return draw_prompts(TaskConfig(), 8, generator=generator_for(seed, stream, step))
 
     assert_equal(batch(1, "train", 5), batch(1, "train", 5))
     # A seed and a step that are swapped, or stand in each other's place, make another batch as well.
@@ -126,7 +126,7 @@ def test_a_long_evaluation_begins_with_the_chunks_of_a_short_one():
     assert [len(chunk) for chunk in long] == [6, 6, 6, 2]
     for left, right in zip(short, long[:2], strict=True):
         assert_equal(left, right)
-    assert_equal(long[1], sample_prompts(task, 6, generator=generator_for(4, "eval", 1)))
+    assert_equal(long[1], draw_prompts(task, 6, generator=generator_for(4, "eval", 1)))
     assert not torch.isin(long[0].x, long[1].x).any()
     other_length = next(prompt_chunks(task, 6, seed=4, size=6, context_length=9))
     assert other_length.x.shape == (6, 9, 5)
@@ -134,15 +134,15 @@ def test_a_long_evaluation_begins_with_the_chunks_of_a_short_one():
 
 def test_responses_depend_on_their_supports_alone(generator: torch.Generator):
     task = TaskConfig(d_x=3, d_y=2, supports=((0, 1), (2,)), noise_var=0.0, beta_var=2.0)
-    prompts = sample_prompts(task, 2000, generator=generator, dtype=torch.float64)
+    prompts = draw_prompts(task, 2000, generator=generator, dtype=torch.float64)
     mask = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     assert (prompts.beta[:, mask == 0] == 0).all()
     assert prompts.beta[:, mask == 1].var(0) == pytest.approx([2.0] * 3, rel=0.1)
     torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta)
     assert task.signal_var == 3  # 4 for one response and 2 for the other
     # The numbers drawn are those of the task without supports.
-    whole = sample_prompts(replace(task, supports=None), 8, generator=generator_for(0, "eval", 0))
-    part = sample_prompts(task, 8, generator=generator_for(0, "eval", 0))
+    whole = draw_prompts(replace(task, supports=None), 8, generator=generator_for(0, "eval", 0))
+    part = draw_prompts(task, 8, generator=generator_for(0, "eval", 0))
     assert torch.equal(part.x, whole.x)
     assert torch.equal(part.beta, whole.beta * mask)
 
@@ -150,16 +150,14 @@ def test_responses_depend_on_their_supports_alone(generator: torch.Generator):
 def test_responses_can_share_one_task_vector():
     supports = ((0, 1), (1, 2))
     task = TaskConfig(d_x=3, d_y=2, supports=supports, shared_beta=True, noise_var=0.0)
-    prompts = sample_prompts(task, 2000, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+    prompts = draw_prompts(task, 2000, generator=generator_for(0, "eval", 0), dtype=torch.float64)
     assert torch.equal(prompts.beta[:, 1, 0], prompts.beta[:, 1, 1])
     assert (prompts.beta[:, [2, 0], [0, 1]] == 0).all()
     assert prompts.beta[:, [0, 1, 2], [0, 1, 1]].var(0) == pytest.approx([1 / 3] * 3, rel=0.1)
     torch.testing.assert_close(prompts.y, prompts.x @ prompts.beta)
     # One response is the same task either way, number for number.
     alone, again = (
-        sample_prompts(
-            TaskConfig(shared_beta=shared), 4, generator=generator_for(0, "eval", 0)
-        ).beta
+        draw_prompts(TaskConfig(shared_beta=shared), 4, generator=generator_for(0, "eval", 0)).beta
         for shared in (False, True)
     )
     assert torch.equal(alone, again)
@@ -168,7 +166,7 @@ def test_responses_can_share_one_task_vector():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: sample_prompts(TaskConfig(), 8, seed=-1), ("seed", ">= 0", -1)),
+        (lambda: draw_prompts(TaskConfig(), 8, seed=-1), ("seed", ">= 0", -1)),
         (lambda: generator_for(0, "test", 0), ("stream", "init, train, eval, pool", "'test'")),
         (lambda: draw(TaskConfig(), 0), ("n_prompts", ">= 1", 0)),
         (lambda: draw(TaskConfig(), 5, context_length=0), ("context_length", ">= 1", 0)),

@@ -12,7 +12,7 @@ from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_check
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import generator_for, sample_prompts
+from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import read as load
@@ -45,7 +45,7 @@ def bridge() -> TransformerBridge:
 
 
 def test_a_bridge_takes_our_weights_and_gives_them_back(bridge: TransformerBridge, tmp_path: Path):
-    prompts = sample_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
     weights = initial_weights(CONFIG)
     state = convert_tl_checkpoint(hooked_state(weights, n_ctx=16), bridge.cfg)
     bridge.load_state_dict(state, strict=True)
@@ -59,7 +59,7 @@ def test_a_bridge_takes_our_weights_and_gives_them_back(bridge: TransformerBridg
 
 
 def test_we_take_the_weights_of_a_bridge(bridge: TransformerBridge, tmp_path: Path):
-    prompts = sample_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(CONFIG.task, 32, generator=generator_for(0, "eval", 0))
     parameters = bridge.tl_parameters()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import predict
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import read as load
@@ -63,7 +63,7 @@ def exchanged(
     folder = tmp_path_factory.mktemp("interop")
     convert(checkpoint, "transformer-lens", folder / "exchange")
     generator, dtype = generator_for(3, "eval", 0), checkpoint.weights.dtype
-    prompts = sample_prompts(checkpoint.config.task, 64, generator=generator, dtype=dtype)
+    prompts = draw_prompts(checkpoint.config.task, 64, generator=generator, dtype=dtype)
     save_file({"tokens": prompts.tokens}, folder / "prompts.safetensors")
     python = ROOT / request.param / "bin" / "python"
     command = [str(python), str(SCRIPT), str(folder / "exchange"), str(folder)]

@@ -14,7 +14,7 @@ from mechinterp.analysis.ablation.masked_risk import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.probing.linear import p_probe, probe_layers
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.masks import z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -26,7 +26,7 @@ from tests.deep_models import WIDE, gpt2_predictor, random_model, small_gpt2
 
 @pytest.fixture
 def prompts():
-    return sample_prompts(TaskConfig(d_x=4, context_length=9), 16)
+    return draw_prompts(TaskConfig(d_x=4, context_length=9), 16)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.prompts import Prompts, covariance_matrix, sample_prompts
+from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts
 from mechinterp.models.constructions.descent import (
     gd_plus_plus_model,
     gradient_descent_model,
@@ -46,7 +46,7 @@ BUILT = {
 
 @pytest.fixture
 def sparse_prompts() -> Prompts:
-    return sample_prompts(TASK, 64, dtype=torch.float64)
+    return draw_prompts(TASK, 64, dtype=torch.float64)
 
 
 def path(weights: Weights, prompts: Prompts) -> Tensor:

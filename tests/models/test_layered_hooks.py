@@ -14,7 +14,7 @@ from mechinterp import load
 from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.models.hooked.transformer import SWITCHES, ICLTransformer, hook_map
 from mechinterp.models.layers import interleaved
@@ -31,7 +31,7 @@ from tests.models.test_layered_models import (
 
 @pytest.fixture
 def some_prompts() -> Prompts:
-    return sample_prompts(TASK, 12, dtype=torch.float64)
+    return draw_prompts(TASK, 12, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ EACH = pytest.mark.parametrize("architecture", [{}, *LAYERED.values()], ids=["pl
 
 def drawn(model: ICLTransformer, n_prompts: int = 6) -> Prompts:
     """Prompts of 6 pairs for a model with d_x = 3, d_y = 2."""
-    return sample_prompts(replace(TASK, d_y=2), n_prompts, seed=1, dtype=model.cfg.dtype)
+    return draw_prompts(replace(TASK, d_y=2), n_prompts, seed=1, dtype=model.cfg.dtype)
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ AS_LINEAR = {
 def test_the_model_as_linear_modules_predicts_the_same(kind: str):
     model = random_model(**AS_LINEAR[kind])
     module = model.as_linear_module()
-    prompts = sample_prompts(TaskConfig(d_x=3, d_y=2, context_length=6), 7, dtype=torch.float64)
+    prompts = draw_prompts(TaskConfig(d_x=3, d_y=2, context_length=6), 7, dtype=torch.float64)
     with torch.no_grad():
         assert_close_to_rounding(module(prompts), model(model.tokens(prompts)))
     names = {
@@ -245,7 +245,7 @@ def test_the_model_as_linear_modules_predicts_the_same(kind: str):
 def test_weights_and_gradients_of_linear_modules_are_the_models():
     model = load(CHECKPOINTS / "softmax-h2-s0").model
     module = model.as_linear_module()
-    prompts = sample_prompts(TaskConfig(), 32)
+    prompts = draw_prompts(TaskConfig(), 32)
     torch.testing.assert_close(module(prompts)[:, -1], model.predict(prompts))
     loss = model.loss_fn(module(prompts), prompts.y_query)
     loss.backward()

@@ -14,7 +14,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settled
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.layers import rotated
 from mechinterp.models.run.general import masked_predictions, predict_deep, query_patterns
@@ -107,7 +107,7 @@ def without(checkpoint: Checkpoint, prompts: Prompts, heads: list[Head]) -> Tens
 
 @pytest.fixture
 def some_prompts() -> Prompts:
-    return sample_prompts(TASK, 32, dtype=torch.float64)
+    return draw_prompts(TASK, 32, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_activation_and_eps_of_the_norms_are_the_stated_ones(
 @pytest.mark.parametrize("biased", [True, False])
 def test_several_responses_enter_side_by_side(biased: bool):
     task = TaskConfig(d_x=3, d_y=2, context_length=4)
-    prompts = sample_prompts(task, 5, dtype=torch.float64)
+    prompts = draw_prompts(task, 5, dtype=torch.float64)
     model = garg().double()
     model._read_in = nn.Linear(3, 16, bias=biased).double()
     model._read_out = read_out = nn.Linear(16, 2, bias=biased).double()
@@ -251,7 +251,7 @@ def test_an_encoder_with_read_in_last_norm_and_read_out(some_prompts: Prompts):
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(gpt2: Checkpoint, changes: dict, words: tuple):
-    given = sample_prompts(TaskConfig(**{"d_x": 3, "context_length": 9} | changes), 2)
+    given = draw_prompts(TaskConfig(**{"d_x": 3, "context_length": 9} | changes), 2)
     ways = (gpt2.model.predict, gpt2.predictor.predict, gpt2.predictor.run, gpt2.predictor.streams)
     for use in (*ways, lambda prompts: gpt2.predictor.query_streams(prompts, 1)):
         with refused(*words):
@@ -298,7 +298,7 @@ def test_rotary_weights_alone_run_as_the_hooked_model_does(adjacent: bool):
     settings = {"rotary_dim": 2, "rotary_base": 50.0, "rotary_adjacent_pairs": adjacent}
     model = random_model(2, 2, d_head=3, attend_to_self=True, **settings)
     plain = random_model(2, 2, d_head=3, attend_to_self=True)
-    prompts = sample_prompts(TaskConfig(d_x=4, context_length=6), 8, seed=0, dtype=torch.float64)
+    prompts = draw_prompts(TaskConfig(d_x=4, context_length=6), 8, seed=0, dtype=torch.float64)
     predicted = model.predict(prompts)
     torch.testing.assert_close(predict_deep(model.weights, prompts), predicted)
     assert (plain.predict(prompts) - predicted).abs().max() > 1e-3

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import linear_attention, one_layer
 from mechinterp.models.heads import predict, stack
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -25,7 +25,7 @@ EACH = pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 
 @pytest.fixture
 def prompts() -> Prompts:
-    return sample_prompts(TASK, 64, dtype=torch.float64)
+    return draw_prompts(TASK, 64, dtype=torch.float64)
 
 
 def written_out(heads: Heads, prompts: Prompts) -> np.ndarray:

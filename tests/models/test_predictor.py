@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mechinterp import hook_module
 from mechinterp.config import ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked import runner
 from mechinterp.models.hooked.masks import METHODS, Head
 from mechinterp.models.hooked.runner import hooked_predictor
@@ -109,7 +109,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def drawn(n_prompts: int = 40) -> Prompts:
     """More prompts than two chunks have; 5 pairs each."""
     task = TaskConfig(d_x=3, d_y=2, context_length=5)
-    return sample_prompts(task, n_prompts, seed=2, dtype=torch.float64)
+    return draw_prompts(task, n_prompts, seed=2, dtype=torch.float64)
 
 
 def masks_of(n_layers: int) -> list[list[Head]]:
@@ -287,7 +287,7 @@ class Counted(nn.Module):
 def test_equal_prompts_are_predicted_once_while_predictions_are_kept():
     task = TaskConfig(d_x=4, context_length=6)
     hooked = hook_module(Counted(), task=task)
-    one, same, other = (sample_prompts(task, 8, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (draw_prompts(task, 8, seed=seed) for seed in (0, 0, 1))
 
     def calls(*prompts: Prompts) -> int:
         before = Counted.calls

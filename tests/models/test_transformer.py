@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models import heads as functional
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -52,7 +52,7 @@ def biased_weights(attend_to_self: bool, score: str) -> Weights:
 
 def random_prompts(length: int = 8, *, d_y: int = 2) -> Prompts:
     task = replace(TASK, d_y=d_y, context_length=length)
-    return sample_prompts(task, 6, dtype=torch.float64)
+    return draw_prompts(task, 6, dtype=torch.float64)
 
 
 def random_model(n_layers: int = 2, **architecture: object) -> ICLTransformer:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp import Prompts, load, sample_prompts
+from mechinterp import Prompts, load
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.hooks import PROCESSING, HookError
 from mechinterp.models.hooked.transformer import ICLTransformer
 from tests.conformance.conftest import switched_on
@@ -29,7 +30,7 @@ N_POS = 13
 @cached
 def loaded(name: str) -> tuple[ICLTransformer, Prompts, Tensor]:
     checkpoint = load(f"checkpoints/{name}")
-    prompts = sample_prompts(checkpoint.task, 3, context_length=N_POS - 1)
+    prompts = draw_prompts(checkpoint.task, 3, context_length=N_POS - 1)
     return checkpoint.model, prompts, checkpoint.model.tokens(prompts)
 
 

@@ -106,7 +106,7 @@ def narrow(monkeypatch):
 def test_fits_are_shown_at_the_trained_length_and_r2_over_all(narrow):
     pair = debiased_gradient_step(0.88, 0.1, d_x=5)
     fits = fit_learners(pair, context_lengths=[10, 20], n_prompts=512)
-    text = to_text("fit", fits)
+    text = to_text("fit-learners", fits)
     assert " ".join(text.split()).startswith(fits.verdict)
     rest = text.splitlines()
     assert max(map(len, rest)) <= 80

@@ -24,17 +24,21 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"edges": 4, "edge-circuits": 4}
+FEW = {"attribute-edges": 4, "faithfulness": 4}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
-    **{"priors": "deep-linear", "components": "linear-separate", "jumps": "linear-separate"},
-    **dict.fromkeys(("algorithm", "composition", "prune", *FEW), "descent"),
+    **{
+        "compare-priors": "deep-linear",
+        "linear-components": "linear-separate",
+        "jump-forecast": "linear-separate",
+    },
+    **dict.fromkeys(("name-algorithm", "composition-scores", "prune", *FEW), "descent"),
 }
 """Kind of model that an analysis needs; softmax for the others."""
 MOST = 64
 """More than any least number of prompts for these models, whose streams are at most 12 wide."""
 KINDS = ("softmax", "linear-merged", "descent", "gpt2", "encoder")
-UNDRAWN = {("algorithm", "gpt2"), ("algorithm", "encoder")}
+UNDRAWN = {("name-algorithm", "gpt2"), ("name-algorithm", "encoder")}
 """Random weights follow no path that could be drawn."""
 OTHERS = sampled(
     [
@@ -133,7 +137,7 @@ def test_too_few_are_refused_and_the_least_number_gives_numbers(name: str, case)
 
 def test_the_commands_pass_options_on_and_refuse_too_few(run: Run, tmp_path: Path):
     two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 4, "--json", "--quiet")
-    edges = ("analyse", "edges", two_steps, *few, "--context-length")
+    edges = ("analyse", "attribute-edges", two_steps, *few, "--context-length")
     assert run(*edges, 6).document["rows"] != run(*edges, 4).document["rows"]
     one = CHECKPOINTS / "softmax-h2-s0"
     run("analyse", "circuits", one, "--n-prompts", 5).assert_refused("takes no n_prompts, got 5.")
@@ -156,8 +160,8 @@ def test_a_page_shows_what_suits_the_model():
     """The distances to the posterior mean of a pool need a task with a pool."""
     pool = load(CHECKPOINTS / "pool-linear-m16-s0")
     config = replace(pool.config, task=replace(pool.config.task, n_tasks=None))
-    assert "priors" in default_names(pool)
-    assert "priors" not in default_names(replace(pool, config=config))
+    assert "compare-priors" in default_names(pool)
+    assert "compare-priors" not in default_names(replace(pool, config=config))
 
 
 @pytest.mark.slow
@@ -165,7 +169,9 @@ def test_what_is_no_analysis_of_a_model_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
-    run("report", path, path, *out, "fit").assert_refused("analyses need one checkpoint, got 2")
+    run("report", path, path, *out, "fit-learners").assert_refused(
+        "analyses need one checkpoint, got 2"
+    )
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
     run("report", deep, *out, "attention-entropy").assert_refused("that add up to 1")
     assert not (tmp_path / "page").exists()

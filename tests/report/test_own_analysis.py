@@ -37,7 +37,8 @@ class Power:
 
 def mean_power(source, prompts=None, *, n_prompts, seed, power: float = 2.0, clip: bool = False):
     """Mean power of the responses."""
-    prompts = mi.evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    if prompts is None:
+        prompts = mi.sample_prompts(source, n_prompts, seed=seed)
     return Power(prompts.y_query.abs().pow(power).mean().item())
 
 

@@ -20,7 +20,7 @@ from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.weights import Weights
@@ -255,7 +255,7 @@ def test_the_page_of_several_layers(tmp_path: Path):
     assert "3 layers of 4 heads, softmax attention, width 12, d_x 4" in page.text
     assert unexplained_columns(written.page) == set()
     # The cost of a layer is that of masking all its heads at once.
-    prompts = sample_prompts(TASK, 160, seed=0, dtype=torch.float64)
+    prompts = draw_prompts(TASK, 160, seed=0, dtype=torch.float64)
     full, masked = masked_errors(deep.model, prompts, [[], [(1, head) for head in range(4)]]).mean(
         0
     )
@@ -268,7 +268,7 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
     train = TrainConfig(steps=40, log_every=10, batch_size=8, n_eval_prompts=16)
     train_models({".": ExperimentConfig(TASK, model, train)}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
-    shown = ["training", "ablate-heads-over-steps"]
+    shown = ["history", "ablate-heads-over-steps"]
     assert list(default_names(checkpoint))[-2:] == shown
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=shown))
     assert page.headings == ["Training", "Ablation of single heads, step by step"]

@@ -13,7 +13,7 @@ from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.linear import probe_layers
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run
@@ -116,7 +116,7 @@ def test_a_seed_means_the_same_prompts_in_every_dtype():
     assert torch.equal(single.x, double.x.float())
     assert torch.equal(single.y, double.y.float())
     task = TaskConfig()
-    drawn = sample_prompts(task, 32, seed=5, dtype=torch.float64)
+    drawn = draw_prompts(task, 32, seed=5, dtype=torch.float64)
     assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
     assert evaluation_prompts(checkpoint, drawn) is drawn
     longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)

@@ -27,7 +27,7 @@ from analyses.lib.theory.softmax import (
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import debiased_gd, vanilla_gd
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.theory.softmax import debiased_step_size, two_head_flow
 from tests.conftest import sampled
 
@@ -50,7 +50,7 @@ KINDS = {
 def test_risk_is_the_monte_carlo_mean_of_the_squared_error(setting, eta, kind):
     learner, risk, _ = KINDS[kind]
     task = TaskConfig(**setting)
-    prompts = sample_prompts(task, 50_000, seed=1)
+    prompts = draw_prompts(task, 50_000, seed=1)
     squares = (learner(prompts, eta=eta) - prompts.y_query).square()[:, 0].double().numpy()
     mean, sem = mean_and_sem(squares)
     assert abs(mean - risk(eta, **setting)) < 4 * sem

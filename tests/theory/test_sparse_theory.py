@@ -18,14 +18,14 @@ from analyses.lib.theory.sparse import (
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.icl.sparse_predictors import excess_risk, ols
 from tests.conftest import refused
 
 
 def prompts_of(n: int, **fields: object):
     task = TaskConfig(nonzeros="signs", **fields)
-    return sample_prompts(task, n, seed=1, dtype=torch.float64)
+    return draw_prompts(task, n, seed=1, dtype=torch.float64)
 
 
 def assert_meets(risks: torch.Tensor, expected: float):
@@ -87,7 +87,7 @@ def test_moments_of_the_correlations():
     covariance = CovarianceConfig(kind="eigenvalues", eigenvalues=eigenvalues)
     beta = np.array([0.7, -1.1, 0.0])
     task = TaskConfig(d_x=3, context_length=6, noise_var=0.4, covariance=covariance)
-    prompts = sample_prompts(task, 40_000, seed=2, dtype=torch.float64)
+    prompts = draw_prompts(task, 40_000, seed=2, dtype=torch.float64)
     noise = prompts.y - prompts.x @ prompts.beta
     y = prompts.x @ torch.from_numpy(beta)[:, None] + noise
     r = (prompts.x * y).mean(1).numpy()

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from mechinterp import Monitor, TaskConfig, sample_prompts
+from mechinterp import Monitor, TaskConfig
+from mechinterp.icl.prompts import draw_prompts
 
 TASK = TaskConfig(d_x=2, context_length=6)
-PROMPTS = sample_prompts(TASK, 32, seed=1)
+PROMPTS = draw_prompts(TASK, 32, seed=1)
 
 
 class Model(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
@@ -21,7 +21,7 @@ TASK = TaskConfig(d_x=3, d_y=2, context_length=9)
 
 def some_prompts(n_prompts: int = LANES + 5) -> Prompts:
     generator = generator_for(0, "train", 0)
-    return sample_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
+    return draw_prompts(TASK, n_prompts, generator=generator, dtype=torch.float64)
 
 
 def some_weights(score: str, n_layers: int, d_model: int | None) -> Weights:

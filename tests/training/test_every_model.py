@@ -12,7 +12,7 @@ import mechinterp
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.general import predict_deep
 from mechinterp.training import run as running
@@ -57,7 +57,7 @@ EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def train_prompts(config: ExperimentConfig, step: int) -> Prompts:
     generator = generator_for(config.train.data_seed, "train", step)
     size = config.train.batch_size
-    return sample_prompts(config.task, size, generator=generator, dtype=torch.float64)
+    return draw_prompts(config.task, size, generator=generator, dtype=torch.float64)
 
 
 def plain_module(run: DeepRun) -> ICLTransformer:
@@ -202,7 +202,7 @@ def test_one_update_is_adam_on_the_clipped_gradient_at_the_step_size_of_warm_up_
     for step in range(3):
         generator = generator_for(3, "train", step)
         length = int(torch.randint(2, 9, (), generator=generator))
-        prompts = sample_prompts(CONTEXT_ONLY.task, 16, generator=generator, context_length=length)
+        prompts = draw_prompts(CONTEXT_ONLY.task, 16, generator=generator, context_length=length)
         cut = flat.split([t.numel() for t in before.tensors.values()])
         named = zip(before.tensors.items(), cut, strict=True)
         weights = before.with_tensors({name: part.view(t.shape) for (name, t), part in named})

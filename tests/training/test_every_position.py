@@ -10,7 +10,7 @@ from torch import Tensor
 
 from analyses.lib.deep_pack import DeepPack
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.general import predictions
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights, loss_and_gradients
@@ -39,7 +39,7 @@ def at_every_length(weights: object, prompts: Prompts) -> Tensor:
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_loss_is_the_mean_over_lengths_and_its_gradient_that_of_autograd(config, first):
     weights = initial_deep_weights(config).to(torch.float64)
-    prompts = sample_prompts(config.task, 16, dtype=torch.float64)
+    prompts = draw_prompts(config.task, 16, dtype=torch.float64)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.tensors.items()}
     each = at_every_length(weights.with_tensors(leaves), prompts)
     expected = torch.autograd.grad(each[first:].mean(), list(leaves.values()))
@@ -55,7 +55,7 @@ def test_the_history_has_the_loss_after_each_number_of_pairs():
     history = run.results()["m"].history.drop_duplicates("step")
     columns = [f"eval_loss_at_{n}" for n in range(6)]
     assert history["eval_loss"].to_numpy() == pytest.approx(history[columns[1:]].mean(axis=1))
-    prompts = sample_prompts(CONFIG.task, 24, generator=generator_for(0, "eval", 0))
+    prompts = draw_prompts(CONFIG.task, 24, generator=generator_for(0, "eval", 0))
     with torch.no_grad():
         each = at_every_length(run.weights, prompts)
     assert history[columns].iloc[-1].tolist() == pytest.approx(each.tolist(), rel=1e-6)
@@ -107,7 +107,7 @@ def test_a_curriculum_adds_a_coordinate_and_two_pairs_at_each_stage():
 
 def test_narrow_prompts_have_the_same_noise():
     task = replace(CONFIG.task, n_tasks=None)
-    wide = sample_prompts(task, 8, dtype=torch.float64)
+    wide = draw_prompts(task, 8, dtype=torch.float64)
     narrow = narrowed(wide, 2)
     for prompts in (wide, narrow):
         noise = prompts.y - prompts.x @ prompts.beta

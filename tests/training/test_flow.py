@@ -7,7 +7,7 @@ import torch
 from analyses.lib.theory import linear_dynamics as dynamics
 from analyses.lib.theory import linear_jumps as bounds
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.prompts import sample_prompts
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.theory import linear_jumps as jumping
 from mechinterp.theory.linear import (
     MergedHeads,
@@ -190,7 +190,7 @@ def predicted(M, prompts):
 
 
 def test_moments_of_a_set_do_not_depend_on_its_chunks():
-    prompts = sample_prompts(TASK, 50, dtype=torch.float64)
+    prompts = draw_prompts(TASK, 50, dtype=torch.float64)
     whole = sample_moments([prompts], basis=MODES.vectors)
     parts = sample_moments([prompts[:20], prompts[20:21], prompts[21:]], basis=MODES.vectors)
     np.testing.assert_allclose(parts.zz, whole.zz, rtol=1e-12)
@@ -235,7 +235,7 @@ def descend(*, std: float = 0.1, **options: object):
 
 
 def moments_of_two_responses():
-    two = sample_prompts(TaskConfig(d_x=4, d_y=2), 3)
+    two = draw_prompts(TaskConfig(d_x=4, d_y=2), 3)
     return sample_moments([two], basis=np.eye(4))
 
 

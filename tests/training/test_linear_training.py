@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.training.over_training import training_dynamics
+from mechinterp.analysis.training.history import history
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, override
@@ -87,7 +87,7 @@ def test_history_and_snapshots_are_those_of_other_models(config: ExperimentConfi
     n_heads = config.model.n_heads
     assert list(trained.snapshots) == [0, 150, 300]
     assert trained.history["step"].tolist() == np.repeat([0, 100, 200, 300, 400], n_heads).tolist()
-    dynamics = training_dynamics(trained.history)
+    dynamics = history(trained.history)
     assert dynamics.omega.shape == (5, n_heads)
     third = trained.snapshots[300]
     assert dynamics.omega[3] == pytest.approx(third.omega.mean(1), rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import predict
 from mechinterp.presets import preset
@@ -125,7 +125,7 @@ def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pyt
     assert [len(chunk) for chunk in chunks] == [32, 32, 6]
     generator = generator_for(0, "train", 0)
     for chunk in chunks:
-        expected = sample_prompts(task, len(chunk), generator=generator)
+        expected = draw_prompts(task, len(chunk), generator=generator)
         assert all(torch.equal(part, vars(chunk)[name]) for name, part in vars(expected).items())
     monkeypatch.setattr(running, "CHUNK_BYTES", 1)
     assert len(list(batch_chunks(task, 3, generator=generator))) == 3

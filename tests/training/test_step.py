@@ -9,7 +9,7 @@ from numba import njit, types
 
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
 from mechinterp.training.lanes import LANES, exponential, load, store
@@ -36,7 +36,7 @@ def some_models(
 
 
 def some_prompts(task: TaskConfig, n_prompts: int = 2 * LANES + 13) -> Prompts:
-    return sample_prompts(task, n_prompts, generator=generator_for(0, "train", 0))
+    return draw_prompts(task, n_prompts, generator=generator_for(0, "train", 0))
 
 
 def assert_close(actual: Weights, expected: Weights, tolerance: float):

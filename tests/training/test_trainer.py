@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
-from mechinterp.icl.prompts import Prompts, generator_for, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.training import run
@@ -45,7 +45,7 @@ def finished(pack: Pack) -> Pack:
 
 def train_prompts(config: ExperimentConfig, step: int) -> Prompts:
     generator = generator_for(config.train.data_seed, "train", step)
-    return sample_prompts(config.task, config.train.batch_size, generator=generator)
+    return draw_prompts(config.task, config.train.batch_size, generator=generator)
 
 
 def squared_error(weights: Weights, prompts: Prompts) -> float:
@@ -82,7 +82,7 @@ def test_history_describes_the_weights_of_its_model_and_step():
             rows = trained.history[trained.history["step"] == step]
             assert len(rows) == n_heads
             generator = generator_for(config.train.data_seed, "eval", 0)
-            prompts = sample_prompts(config.task, 50, generator=generator)
+            prompts = draw_prompts(config.task, 50, generator=generator)
             expected = {
                 "eval_loss": torch.full((n_heads,), squared_error(weights, prompts)),
                 "omega": weights.omega.mean(1),

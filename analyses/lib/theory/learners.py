@@ -23,8 +23,8 @@ def joint_debiased_gd(
         Derived here; `analyses.lib.theory.several_tasks` gives the best theta.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> from mechinterp.icl.predictors import debiased_gd
         >>> step = joint_debiased_gd(prompts, theta=np.full((1, 1, 5), 0.88))
         >>> torch.allclose(step, debiased_gd(prompts, eta=0.88), atol=1e-5)
@@ -52,8 +52,8 @@ def pcr(
         Zhang et al. 2025, arXiv 2501.16265, section 4.4, where N is large.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> from mechinterp.icl.predictors import ridge
         >>> everything = pcr(prompts, components=5)
         >>> torch.allclose(everything, ridge(prompts, penalty=0.0), atol=1e-4)
@@ -87,8 +87,8 @@ def one_step_pcr(
         Zhang et al. 2025, arXiv 2501.16265, eq. (22).
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> from mechinterp.icl.predictors import vanilla_gd
         >>> everything = one_step_pcr(prompts, components=5, covariance=np.eye(5))
         >>> torch.allclose(everything, vanilla_gd(prompts, eta=1 / (1 + 6 / 40)))
@@ -138,8 +138,8 @@ def nearest_neighbours(prompts: Prompts, *, count: int) -> Float[Tensor, "batch 
         Garg et al. 2022, arXiv 2208.01066; their baseline has count = 3.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, generator=generator_for(0, "eval", 0))
         >>> torch.allclose(nearest_neighbours(prompts, count=40), prompts.y.mean(1))
         True
     """

@@ -148,7 +148,7 @@ def fine_tune(
     Example:
         >>> from mechinterp import load, prune, sample_prompts
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 400)
+        >>> prompts = sample_prompts(checkpoint, 400)
         >>> found = fine_tune(checkpoint, prune(checkpoint.model, prompts[:200]).kept, prompts[200:], steps=5)
         >>> bool(found.risk[0, -1] < found.risk[0, 0])
         True

@@ -91,7 +91,7 @@ def ablate_heads(
     Example:
         >>> from mechinterp import load, sample_prompts
         >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 512)
+        >>> prompts = sample_prompts(checkpoint, 512)
         >>> ablate_heads(checkpoint, prompts).rise.shape
         (1, 2)
         >>> ablate_heads(checkpoint, prompts, sets="pairs").names

@@ -41,7 +41,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, prompt_chunks, sample_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts, prompt_chunks
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 from mechinterp.models.run.evaluation import evaluation_prompts, require_number, task_for
 from mechinterp.models.run.predictor import (
@@ -96,7 +96,7 @@ LEARNERS = {
     ),
     "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
+        lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_var)
     ),
     "least squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "ridge at its best": SimpleLearner(
@@ -369,7 +369,7 @@ def _has_room(predictor: Predictor, task: TaskConfig, length: int) -> bool:
     """True if a model has enough positions for this number of pairs; else it raises when it runs."""
     try:
         with torch.no_grad():
-            predictor.predict(sample_prompts(task, 2, context_length=length))
+            predictor.predict(draw_prompts(task, 2, context_length=length))
     except ValueError:
         return False
     return True
@@ -492,9 +492,9 @@ def compare_learners(
         Derived here.
     Example:
         >>> from functools import partial
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(d_x=3)
-        >>> draw = lambda length: [sample_prompts(task, 64, context_length=length, dtype=torch.float64)]
+        >>> draw = lambda length: [draw_prompts(task, 64, context_length=length, dtype=torch.float64)]
         >>> named = {name: LEARNERS[name] for name in ("ridge", "least squares")}
         >>> compare_learners(partial(ridge, penalty=0.3), [4, 8], named, task=task, draw=draw)
         LearnerComparison(nearest: ridge at L = 4, ridge at L = 8)

@@ -241,8 +241,8 @@ def task_loss(
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0)
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, seed=0)
         >>> loss = task_loss(torch.zeros(8, 1), prompts.y_query, prompts)
         >>> loss.model == loss.zero, loss.ridge
         (True, 0.0)

@@ -592,8 +592,8 @@ def name_algorithm(
         source: Model; or function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer,
             which needs a task.
         prompts: Given prompts, of the model's own length; no others are drawn at that length. None: drawn from the task.
-        task: Law of the prompts; None: the model's own. The law of given prompts is then unknown, and `left_out` names
-            the parts that need it.
+        task: Law of the prompts; None: the law stated with the model. "unknown": given prompts have no known law, and
+            `left_out` names the parts that need it.
         n_prompts: First number of prompts. If resamples disagree, four times and then sixteen times as many are drawn;
             the last are the same for every seed.
     Raises:

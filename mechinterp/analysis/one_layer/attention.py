@@ -15,9 +15,10 @@ from mechinterp.analysis.number_format import cell, digits, with_error
 from mechinterp.analysis.random_models import random_models
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, frame_of, head_axes, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, prompts_and_law
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
 MOST_NAMED = 4
@@ -181,9 +182,10 @@ def attention_patterns(
     source: Source,
     prompts: Prompts | None = None,
     *,
-    shown: int = 5,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
+    shown: int = 5,
 ) -> AttentionPatterns:
     """Attention of every head of every layer on a few prompts, from the query.
 
@@ -191,9 +193,10 @@ def attention_patterns(
     the smallest error to the largest. Otherwise all prompts are shown in their own order.
 
     Args:
-        prompts: Prompts to choose from; None draws `n_prompts` of the model's own task with `seed`.
-        shown: Largest number of prompts in the result.
+        prompts: Prompts to choose from; None draws `n_prompts` with `seed`.
+        task: Law of the prompts that are drawn; None: the model's own.
         n_prompts: None means 4096, or 512 for models with norms or MLPs.
+        shown: Largest number of prompts in the result.
     Raises:
         ValueError: If `shown` is below 1, the model has no hooks on its patterns, or it has neither
             one nor two positions per pair.
@@ -210,7 +213,9 @@ def attention_patterns(
     """
     if shown < 1:
         raise ValueError(f"shown must be >= 1, got {shown}.")
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    prompts, _ = prompts_and_law(
+        source, prompts, analysis="attention_patterns", task=task, n_prompts=n_prompts, seed=seed
+    )
     predictor = predictor_of(source)
     n_drawn = len(prompts)
     with torch.no_grad():

@@ -64,9 +64,9 @@ gigabytes)."""
 
 def classify(
     source: Source,
-    task: TaskLike | None = None,
-    *,
     prompts: Prompts | None = None,
+    *,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     thresholds: Thresholds | None = None,
@@ -81,10 +81,10 @@ def classify(
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
-        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None means the
-            model's own task; with given prompts the law is then unknown, and `left_out` lists the
-            parts that need it.
         prompts: Given prompts, such as those of `Prompts.from_arrays`; None draws them.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the law
+            stated with the model. "unknown": given prompts have no known law, and `left_out` lists
+            the parts that need it.
         n_prompts: Number of prompts; None means 512, or 256 for models of several layers.
     Raises:
         ValueError: If d_x or d_y of model and task differ, or if there are fewer than 8 prompts.
@@ -95,7 +95,7 @@ def classify(
         `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
+        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
         'debiased_gd'
     """
     predictor = predictor_of(source)
@@ -125,8 +125,8 @@ def classify(
         readings = possible if any(each.predicts for each in possible) else readings[:1]
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
-    pattern, reason = agreed_label([each.pattern for each in every], every[0].reason, readings)
-    return replace(every[0], pattern=pattern, reason=reason)
+    label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
+    return replace(every[0], label=label, reason=reason)
 
 
 def agreed_label(
@@ -244,7 +244,7 @@ def _classified(
     decision = model_decision(groups, of_groups, evidence, limits)
     return Classification(
         **vars(evidence),
-        pattern=decision.label,
+        label=decision.label,
         reason=decision.reason + assumed_covariance(decision, task),
         checks=decision.checks,
         labels=labels,
@@ -323,7 +323,7 @@ def classify_circuits(
         score_slope=score_slope,
         attend_to_self=attend_to_self,
     )
-    found = classify(weights, task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
+    found = classify(weights, task=task, n_prompts=n_prompts, seed=seed, thresholds=thresholds)
     return cast("Classification", found)
 
 

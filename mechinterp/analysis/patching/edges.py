@@ -42,6 +42,7 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.hooks import Hooks
 from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
@@ -182,6 +183,9 @@ def attribute_edges(
         query_positions(hooked, clean)
         require_sum(hooked.model, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
+    if isinstance(hooked.model, ModuleHooks):
+        read = [name for node in pair.receivers for name in (node.hook, node.stream)]
+        require_gradients(hooked, hooked.inputs(clean[:2]), read)
     estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
     measured = estimates(
         estimate=mean_and_sem(estimate),

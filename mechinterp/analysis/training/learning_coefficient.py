@@ -34,6 +34,7 @@ from mechinterp.analysis.training.sampler import (
 )
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.gradients import gradients_explained
 from mechinterp.models.run.predictor import Source
 
 N_BETA = 30_000.0
@@ -168,6 +169,7 @@ class LearningCoefficient(Result):
         )
 
 
+@gradients_explained()
 def local_learning_coefficient(
     source: Source | nn.Module | LocalLoss,
     prompts: Prompts | None = None,

@@ -21,7 +21,7 @@ from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, Local
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
@@ -124,7 +124,7 @@ def population_loss(
 
     def of_fresh(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
         assert task is not None
-        drawn = sample_prompts(
+        drawn = draw_prompts(
             task, len(points) * n_prompts, generator=generator, dtype=torch.float64
         )
         rows = []

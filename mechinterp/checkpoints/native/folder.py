@@ -233,7 +233,7 @@ def named_config(what: str) -> ExperimentConfig:
     config.json. A YAML file has the fields that differ from the default, or from its `preset`.
 
     Raises:
-        ValueError: If it is neither, the file has no config, or its model was pruned.
+        ValueError: If it is neither, the file has no config, or its model was made from another.
     Example:
         >>> named_config("checkpoints/softmax-h2-s0/config.json") == preset("softmax-h2")
         True
@@ -249,7 +249,10 @@ def named_config(what: str) -> ExperimentConfig:
             return _from_yaml(read_yaml(file))
     document = read_json(file)
     if isinstance(document, dict) and document.get("origin"):
-        raise ValueError(f"{file}: training cannot make this model: it was pruned from another.")
+        raise ValueError(
+            f"{file}: this model was made from another, which a config does not name: load it and give it as start "
+            "(train --start)."
+        )
     inner = document.get("experiment", document) if isinstance(document, dict) else document
     with naming(file):
         return from_dict(inner)

@@ -25,11 +25,11 @@ def gradient_descent_model(etas: Sequence[float], *, d_x: int) -> Weights:
         von Oswald et al. 2023, arXiv 2212.07677; their construction with the sign of y reversed.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> from mechinterp.icl.sparse_predictors import gradient_descent
         >>> from mechinterp.models.run.general import predict_deep
         >>> task, generator = TaskConfig(d_x=4), generator_for(0, "eval", 0)
-        >>> prompts = sample_prompts(task, 8, generator=generator, dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 8, generator=generator, dtype=torch.float64)
         >>> expected = gradient_descent(prompts, steps=2, eta=0.5)[-1]
         >>> predicted = predict_deep(gradient_descent_model([0.5, 0.5], d_x=4), prompts)
         >>> torch.allclose(predicted, expected)

@@ -280,3 +280,17 @@ class Unembed(nn.Module):
 
     def forward(self, resid: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_y"]:
         return resid @ self.W_U + self.b_U
+
+    def require_selection(self) -> None:
+        """Refuse an edited read-out of a model without `d_model`, which must select the y entries.
+
+        Raises:
+            ValueError: If W_U or b_U was edited.
+        """
+        d_model, d_y = self.W_U.shape
+        selection = torch.eye(d_model, dtype=self.W_U.dtype, device=self.W_U.device)[:, -d_y:]
+        if not torch.equal(self.W_U, selection) or self.b_U.any():
+            raise ValueError(
+                "unembed.W_U must select the y entries and unembed.b_U be 0 in a model without d_model, got edited ones; "
+                "scale W_O instead."
+            )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
+from mechinterp.models.hooked.arguments import Split, whole
 from mechinterp.models.hooked.followed import (
     POINTS,
     Following,
@@ -83,14 +84,22 @@ class ModuleHooks(CheckedHooks):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, places: Sequence[Place], order: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Sequence[Place],
+        order: Sequence[int],
+        split: Split = whole,
+    ) -> None:
         """Add hook points to a module.
 
         Args:
             order: Index into `places` of each layer, in the order in which the layers run.
+            split: Function from the input to the arguments of the module.
         """
         super().__init__()
-        self.module = module
+        self.module, self.split = module, split
+        self.places = tuple(places)
         self._lengths: set[int] = set()
         self._running = Running()
         self.unfollowed: dict[int, str] = {}
@@ -116,8 +125,8 @@ class ModuleHooks(CheckedHooks):
             runs.now = -1
         try:
             with Following(self._running) if self._followed() else nullcontext():
-                # The module gets a copy, so that in-place hooks do not change the caller's input.
-                output = self.module(inputs.clone())
+                # A copy, so that the module and its hooks may write into the input.
+                output = self.module(*self.split(inputs.clone()))
         except (AssertionError, IndexError, RuntimeError) as error:
             if isinstance(error, ValueError) or length in self._lengths:
                 raise
@@ -211,9 +220,10 @@ class _Runs:
         """The values after a hook point, which sees them as [batch, pos, width]."""
         if values.ndim < 3:
             axes = (len(values), -1, 1) if one_number else (len(values), 1, -1)
-            return point(values.reshape(axes)).reshape(values.shape)
+            return passed(point, values.reshape(axes)).reshape(values.shape)
         turned = self.place.stream_turned
-        return point(values.transpose(0, 1)).transpose(0, 1) if turned else point(values)
+        values = values.transpose(0, 1) if turned else values
+        return passed(point, values).transpose(0, 1) if turned else passed(point, values)
 
     def _enter(self, container: nn.Module, args: tuple) -> None:
         self.running.heads = self.heads
@@ -232,7 +242,8 @@ class _Runs:
     def _before_projection(self, output: nn.Module, args: tuple) -> tuple:
         return self._through_heads(args[0]), *args[1:]
 
-    def _project(self, attention: nn.Module, args: tuple, output: tuple) -> tuple:
+    def _project(self, attention: nn.MultiheadAttention, args: tuple, output: tuple) -> tuple:
+        _require_identity(attention.out_proj, self.place.output)
         values, pattern = output
         return self.heads.projection(self._through_heads(values)), pattern
 
@@ -261,6 +272,27 @@ def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
         if biased:
             same.bias.zero_()
     return same.requires_grad_(False).eval()
+
+
+def _require_identity(projection: nn.Linear, name: str) -> None:
+    """Refuse an edit of the identity that stands in the place of an output projection.
+
+    Raises:
+        ValueError: If its weights were edited or loaded.
+    """
+    weight, bias = projection.weight, projection.bias
+    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    if not torch.equal(weight, identity) or (bias is not None and bias.any()):
+        raise ValueError(
+            f"module.{name}.out_proj must stay the identity in a hooked copy, got other weights: the projection itself is "
+            "blocks[l].attn.projection. To load weights, load them into your module and call hook_module again."
+        )
+
+
+def passed(point: HookPoint, values: Tensor) -> Tensor:
+    """The values after a hook point; a copy of what its hooks got, since the module may write into it."""
+    after = point(values)
+    return after.clone() if point.fwd_hooks or point.bwd_hooks else after
 
 
 def stream_of(output: Tensor | tuple | dict) -> Tensor:

@@ -156,13 +156,7 @@ class HookedPredictor:
         Raises:
             ValueError: If its shape is not that of y_query; broadcasting would hide the mistake.
         """
-        prediction = self.read(output)
-        if prediction.shape != prompts.y_query.shape:
-            raise ValueError(
-                f"read must give [batch, d_y], {list(prompts.y_query.shape)} for these prompts, "
-                f"got {list(prediction.shape)}."
-            )
-        return prediction
+        return read_prediction(self.read, output, prompts)
 
     def activations(self, prompts: Prompts, names: Sequence[str]) -> tuple[Any, list[Tensor]]:
         """Output of the model, and the activations at these hooks.
@@ -223,6 +217,21 @@ class HookedPredictor:
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
+def read_prediction(
+    read: Callable[[Any], Tensor], output: Any, prompts: Prompts
+) -> Float[Tensor, "batch d_y"]:
+    """Prediction that `read` extracts from a model's output for these prompts.
+
+    Raises:
+        ValueError: If its shape is not that of y_query; broadcasting would hide the mistake.
+    """
+    prediction, shape = read(output), list(prompts.y_query.shape)
+    if list(prediction.shape) != shape:
+        got = f"for these prompts, got {list(prediction.shape)}"
+        raise ValueError(f"read must give [batch, d_y], {shape} {got}.")
+    return prediction
+
+
 @contextmanager
 def masked(
     model: object,
@@ -250,9 +259,9 @@ def masked(
         `mask_heads`, `ablate_heads`.
     Example:
         >>> from mechinterp import load
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> checkpoint = load("checkpoints/softmax-h2-s0")
-        >>> prompts = sample_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
+        >>> prompts = draw_prompts(checkpoint.task, 4, generator=generator_for(0, "eval", 0))
         >>> with masked(checkpoint.model, [(0, 0), (0, 1)]):
         ...     checkpoint.model.predict(prompts).any()
         tensor(False)

@@ -23,6 +23,7 @@ from mechinterp.models.hooked.config import SWITCHES, HookedConfig, zeros
 from mechinterp.models.hooked.hooks import HookedTransformerNames
 from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.masks import lock_of
+from mechinterp.models.hooked.shared import SharedWeights
 from mechinterp.models.layers import ACTIVATIONS, affine, tokens_of
 from mechinterp.models.weights import Weights
 
@@ -42,11 +43,11 @@ class ICLTransformer(HookedTransformerNames):
     See also:
         `load`, `mask_heads`.
     Example:
-        >>> from mechinterp.icl.prompts import generator_for, sample_prompts
+        >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> task = TaskConfig(context_length=40)
         >>> model = ICLTransformer.from_weights(debiased_gradient_step(0.88, 0.02, d_x=5), task=task)
-        >>> prompts = sample_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
+        >>> prompts = draw_prompts(task, 8, generator=generator_for(0, "eval", 0), dtype=torch.float64)
         >>> y_hat, cache = model.run_with_cache(prompts.tokens)
         >>> tuple(cache["pattern", 0].shape)
         (8, 2, 41, 41)
@@ -85,13 +86,23 @@ class ICLTransformer(HookedTransformerNames):
         self.ln_final = LayerNorm(cfg) if model.final_norm else nn.Identity()
         self.unembed = Unembed(cfg)
         self._table = zeros(0, self.cfg.d_token)
+        self._shared = SharedWeights()
         self._follow_weights()
         self.setup()
 
     @classmethod
-    @torch.inference_mode(False)
     def from_weights(cls, weights: Weights, *, task: TaskConfig) -> "ICLTransformer":
         """Model with a copy of these weights, in their dtype, in evaluation mode.
+
+        Raises:
+            ValueError: If weights and task differ in d_x or d_y.
+        """
+        return cls.sharing(weights.copied(), task=task)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def sharing(cls, weights: Weights, *, task: TaskConfig) -> "ICLTransformer":
+        """Model whose parameters are these weights: an edit in place of either is an edit of both.
 
         Raises:
             ValueError: If weights and task differ in d_x or d_y.
@@ -104,14 +115,22 @@ class ICLTransformer(HookedTransformerNames):
         n_pos = (task.context_length + 1) * (2 if weights.model.layout == "in_turn" else 1)
         model = cls(weights.model, d_x=task.d_x, d_y=task.d_y, scale=weights.scale, n_ctx=n_pos + 1)
         model.to(weights.W_V)
-        model.load_state_dict(weights.by_name)
+        model._shared.adopt(model, weights)
         return model.eval()
 
     @property
     def weights(self) -> Weights:
-        """Weights of the model: a copy of each layer weight, stacked over layers, and the other tensors themselves."""
+        """Weights of the model, detached and stacked over layers. They share memory with the parameters: an edit in place
+        of either is an edit of both.
+
+        Raises:
+            ValueError: If a weight is no parameter of the model or the read-out of a model without `d_model` was
+                edited, so that the weights would not give the model's predictions.
+        """
         cfg = self.cfg
-        return Weights.of_names(cfg.model, cfg.d_x, cfg.d_y, self.state_dict(), cfg.scale)
+        if cfg.model.d_model is None:
+            self.unembed.require_selection()
+        return self._shared.of(self, cfg.model, d_x=cfg.d_x, d_y=cfg.d_y, scale=cfg.scale)
 
     def forward(
         self,
@@ -271,10 +290,23 @@ class ICLTransformer(HookedTransformerNames):
             )
         return self._table[input]
 
+    @torch.inference_mode(False)
     def _apply(self, fn: Callable, recurse: bool = True) -> "ICLTransformer":
         super()._apply(fn, recurse)._follow_weights()
         self._table = fn(self._table)
+        self._shared.follow(self)
         return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module.load_state_dict; `weights` follow, with assign=True too."""
+        loaded = super().load_state_dict(*args, **kwargs)
+        self._follow_weights()
+        self._shared.follow(self)
+        return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the shared weights: a copy of the model shares nothing with the model."""
+        return vars(self) | {"_shared": SharedWeights()}
 
     def _follow_weights(self) -> None:
         weights = self._layers[0].W_Q

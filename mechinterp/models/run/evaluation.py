@@ -1,12 +1,17 @@
-"""Prompts and task of an evaluation."""
+"""Prompts of an evaluation and the law that they follow: the one place where an analysis gets both."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
 import torch
 
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.predictors import PromptsTask
-from mechinterp.icl.prompts import Prompts, sample_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
+from mechinterp.models.weights import Weights
 
 N_PROMPTS, N_HOOKED = 4096, 512
 """Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
@@ -14,12 +19,115 @@ PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
 LEAST, LEAST_FITTED = 2, 8
 """Smallest number of prompts: for a standard error, and if any scalar is fitted to them."""
+UNKNOWN = "unknown"
+"""Value of `task` for given prompts of unknown law."""
+
+
+def prompts_and_law(
+    source: Source,
+    prompts: Prompts | None = None,
+    *,
+    analysis: str,
+    task: TaskLike | None = None,
+    n_prompts: int | None = None,
+    seed: int = 0,
+    context_length: int | None = None,
+    new_tasks: bool = False,
+    fitted: int = 0,
+) -> tuple[Prompts, TaskConfig | None]:
+    """Prompts of an analysis and the law in force: every analysis that runs a model calls this.
+
+    Args:
+        source: A model, or a function from prompts to predictions.
+        prompts: Returned unchanged if given; None: drawn here, as `sample_prompts` draws them.
+        analysis: Name of the analysis, for messages.
+        task: Law of the prompts. None: the law of the model, also for given prompts, if it was stated;
+            "unknown": the law of given prompts is unknown. A `PromptsTask` brings its prompts.
+        n_prompts: Number of prompts; None: `usual_number`.
+        context_length: Pairs per prompt; None: the task's own.
+        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's.
+        fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
+    Returns:
+        The prompts, and their law; None: unknown.
+    Raises:
+        ValueError: If `prompts` is something else, its sizes differ from the law's, prompts are needed and there is
+            no law, or there are too few.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> prompts, law = prompts_and_law(zero_head(d_x=5), analysis="probe", n_prompts=8)
+        >>> prompts_and_law(zero_head(d_x=5), prompts, analysis="probe", task={"noise_var": 0.2})[1].noise_var
+        0.2
+    """
+    if isinstance(task, PromptsTask) and prompts is None:
+        prompts, task = task.prompts, UNKNOWN if task.law is None else task.law
+    law = law_in_force(source, task, analysis, prompts)
+    drawn = evaluation_prompts(
+        law if law is not None and is_learner(source) else source,
+        prompts,
+        law=law,
+        n_prompts=n_prompts,
+        seed=seed,
+        context_length=context_length,
+        new_tasks=new_tasks,
+        fitted=fitted,
+    )
+    return drawn, law
+
+
+def sample_prompts(
+    source: Source | TaskConfig | Mapping[str, object],
+    n_prompts: int | None = None,
+    *,
+    seed: int = 0,
+    context_length: int | None = None,
+    new_tasks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Prompts:
+    """Prompts of a model's task, or of a task: for the same number and seed the prompts of every analysis.
+
+    They are drawn in float64 and then brought to the dtype.
+
+    Args:
+        source: A model, or a task, or a dict of a task's fields.
+        n_prompts: None: 4096, or 512 for models with norms or MLPs; more if probes of a wide stream
+            need more.
+        seed: Seed of evaluation prompts, which no training of this package draws.
+        context_length: Pairs per prompt; None: the task's own.
+        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's,
+            with the same covariates and noise.
+        dtype: None: that of the model's weights; float32 for a task.
+    Raises:
+        ValueError: If the source is neither a model nor a task or has no task, `n_prompts` is no whole
+            number >= 1, or the prompts do not fit into memory.
+    Source:
+        He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
+    See also:
+        `Prompts`, `load`.
+    Example:
+        >>> from mechinterp import TaskConfig, load
+        >>> sample_prompts(TaskConfig(d_x=3), 8)
+        Prompts(8 of 40 pairs, d_x=3, d_y=1, torch.float32)
+        >>> checkpoint = load("softmax-h2-s0")
+        >>> bool((sample_prompts(checkpoint, 8).x == sample_prompts(checkpoint.task, 8).x).all())
+        True
+    """
+    if is_learner(source):
+        raise ValueError("sample_prompts needs a model or a task, got a function of prompts.")
+    if isinstance(source, Mapping):
+        source = as_task(source)
+    if n_prompts is not None:
+        _require_whole(n_prompts, "n_prompts")
+    drawn = _drawn(source, None, n_prompts, seed, context_length, new_tasks=new_tasks)
+    if dtype is None and isinstance(source, TaskConfig):
+        dtype = torch.float32
+    return drawn if dtype is None else drawn.to(dtype)
 
 
 def evaluation_prompts(
     source: Source | TaskConfig,
     prompts: Prompts | None = None,
     *,
+    law: TaskConfig | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     context_length: int | None = None,
@@ -30,15 +138,9 @@ def evaluation_prompts(
 
     Args:
         source: A model; or a task, whose prompts are in float64.
-        prompts: Returned unchanged if given; None: drawn here.
-        n_prompts: Number of prompts; None: `usual_number`.
-        context_length: Pairs per prompt; None: the task's own.
-        new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's.
-        fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
-    Raises:
-        ValueError: If prompts are not given and the model has no task, or there are too few.
+        law: Law of drawn prompts; None: the model's own task.
     See also:
-        `sample_prompts`.
+        `prompts_and_law`, which has the other arguments.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
@@ -49,41 +151,162 @@ def evaluation_prompts(
     if prompts is not None:
         require_number(len(prompts), fitted, what="prompts")
         return prompts if context_length is None else prompts.shortened(context_length)
+    if n_prompts is not None:
+        require_number(n_prompts, fitted)
+    drawn = _drawn(source, law, n_prompts, seed, context_length, new_tasks=new_tasks)
+    require_number(len(drawn), fitted)
+    return drawn
+
+
+def _drawn(
+    source: Source | TaskConfig,
+    law: TaskConfig | None,
+    n_prompts: int | None,
+    seed: int,
+    context_length: int | None,
+    *,
+    new_tasks: bool,
+) -> Prompts:
+    """Evaluation prompts, drawn in float64 and brought to the model's dtype."""
     if isinstance(source, TaskConfig):
-        task, dtype, usual = source, torch.float64, N_PROMPTS
+        law, dtype, usual = source, torch.float64, N_PROMPTS
     else:
         predictor = predictor_of(source)
-        if predictor.task is None:
+        law = predictor.task if law is None else law
+        if law is None:
             raise ValueError(
                 "prompts must be given for a model that comes without a task, got none."
             )
-        task, dtype, usual = predictor.task, _dtype(predictor), usual_number(predictor)
-    size = usual if n_prompts is None else n_prompts
-    require_number(size, fitted)
-    drawn = sample_prompts(
-        task,
-        size,
+        dtype, usual = _dtype(predictor), usual_number(predictor)
+    return draw_prompts(
+        law,
+        usual if n_prompts is None else n_prompts,
         seed=seed,
         context_length=context_length,
         dtype=torch.float64,
         new_tasks=new_tasks,
-    )
-    return drawn.to(dtype)
+    ).to(dtype)
+
+
+def law_in_force(
+    source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
+) -> TaskConfig | None:
+    """Law of the prompts of an analysis; None: the law of the given prompts is unknown.
+
+    A law that was stated with the model (`hook_module(task=)`, a file or a training of this package) is in force for
+    given prompts, too; a law that is only assumed is not.
+
+    Args:
+        task: Law that replaces the model's, with missing fields from it; or "unknown", for given prompts.
+    Raises:
+        ValueError: If there is no law and no prompts are given, or `task` or `prompts` is something else.
+    """
+    require_prompts(prompts, analysis)
+    if isinstance(task, Prompts):
+        raise ValueError(
+            f"{analysis}: task must be a TaskConfig, a dict of its fields, a JSON file or 'unknown', got Prompts; "
+            "pass prompts as prompts=."
+        )
+    if isinstance(task, str) and task == UNKNOWN:
+        if prompts is None:
+            raise ValueError(
+                f"{analysis}: task='unknown' needs given prompts, got none; pass prompts=."
+            )
+        return None
+    predictor = None if is_learner(source) else predictor_of(source)
+    own = None if predictor is None else predictor.task
+    law = own if task is None else as_task(task, own)
+    if prompts is None:
+        if law is None:
+            what = (
+                "a model that comes without one"
+                if predictor is not None
+                else "a function of prompts"
+            )
+            raise ValueError(f"{analysis} needs a task for {what}, got none; pass task=.")
+        return law
+    if own is not None:
+        prompts.require_sizes(d_x=own.d_x, d_y=own.d_y)
+    if task is None and not (predictor is not None and predictor.law_stated):
+        return None
+    return law
+
+
+def task_for(
+    source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
+) -> TaskConfig:
+    """The law in force as a task; that of given prompts holds the prompts, too (`PromptsTask`).
+
+    Args:
+        task, prompts: As for `law_in_force`.
+        analysis: Name of the analysis, for messages.
+    Example:
+        >>> from mechinterp.models.constructions.one_layer import zero_head
+        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
+        'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
+    """
+    if isinstance(task, PromptsTask) and prompts is None:
+        return task
+    law = law_in_force(source, task, analysis, prompts)
+    if prompts is not None:
+        return PromptsTask.of(prompts, law)
+    assert law is not None
+    return law
+
+
+def require_prompts(prompts: object, analysis: str, *, name: str = "prompts") -> None:
+    """Refuse anything but prompts or None, with what to type instead.
+
+    Raises:
+        ValueError: If it is something else.
+    Example:
+        >>> require_prompts(64, "probe")
+        Traceback (most recent call last):
+        ...
+        ValueError: probe: prompts must be Prompts, got the number 64; a number of prompts is n_prompts=.
+    """
+    if prompts is None or isinstance(prompts, Prompts):
+        return
+    what, instead = _described(prompts)
+    raise ValueError(f"{analysis}: {name} must be Prompts, got {what}; {instead}.")
+
+
+def _described(given: object) -> tuple[str, str]:
+    """What an argument is that should be prompts, and what to type instead."""
+    kind = type(given).__name__
+    if isinstance(given, TaskConfig):
+        return f"a task ({kind})", "a task is task="
+    if isinstance(given, Mapping):
+        return f"a {kind}", "fields of a task are task="
+    if isinstance(given, bool | int | float | np.number):
+        return f"the number {given}", "a number of prompts is n_prompts="
+    if isinstance(given, str | Path):
+        return f"the string {str(given)!r}", "prompts are drawn by sample_prompts(model)"
+    if isinstance(given, Predictor | Weights | torch.nn.Module) or hasattr(given, "predictor"):
+        return f"a model ({kind})", "prompts of a model are sample_prompts(model)"
+    arrays = "prompts of arrays are Prompts.from_arrays(x, y, x_query, y_query)"
+    return f"{kind}", arrays
 
 
 def require_number(n_prompts: int, fitted: int = 0, *, what: str = "n_prompts") -> None:
     """Refuse fewer than 2 prompts; with fitted scalars, fewer than 8 or than twice their number.
 
     Raises:
-        ValueError: If there are fewer.
+        ValueError: If there are fewer, or it is no whole number.
     Example:
         >>> require_number(8, fitted=3)
     """
+    _require_whole(n_prompts, what)
     least = max(LEAST_FITTED, PER_FEATURE * fitted) if fitted else LEAST
     if n_prompts < least:
         numbers = f"{counted(fitted, 'number')} {'is' if fitted == 1 else 'are'} fitted to them"
         why = numbers if fitted else "a standard error needs two"
         raise ValueError(f"{what} must be >= {least}, since {why}, got {n_prompts}.")
+
+
+def _require_whole(number: object, what: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise ValueError(f"{what} must be a whole number, got {number!r}.")
 
 
 def usual_number(source: Source) -> int:
@@ -128,36 +351,3 @@ def _dtype(predictor: Predictor) -> torch.dtype:
         parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
         own = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     return torch.promote_types(own, torch.float32)
-
-
-def task_for(
-    source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
-) -> TaskConfig:
-    """The given task, with missing fields from the model's own task; or the model's own task.
-
-    Args:
-        task: None: the model's own task, which a function of prompts does not have.
-        analysis: Name of the analysis, for messages.
-        prompts: Given prompts, whose task is returned; without `task` their law is unknown.
-    Raises:
-        ValueError: If there is no task, or the argument is not a task.
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
-        'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
-    """
-    if isinstance(task, Prompts):
-        raise ValueError(
-            "task must be a TaskConfig, a dict of its fields or a JSON file, got Prompts; "
-            f"given prompts of {analysis} are its argument prompts=."
-        )
-    own = None if is_learner(source) else predictor_of(source).task
-    law = None if task is None else as_task(task, own)
-    if prompts is not None:
-        return PromptsTask.of(prompts, law)
-    if law is not None:
-        return law
-    if own is None:
-        what = "a function of prompts" if is_learner(source) else "a model that comes without one"
-        raise ValueError(f"{analysis} needs a task for {what}, got none; pass task=.")
-    return own

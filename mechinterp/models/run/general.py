@@ -87,7 +87,7 @@ def predictions_at_every(
     Example:
         >>> from mechinterp import load, sample_prompts
         >>> checkpoint = load("checkpoints/pool-gpt2-m16")
-        >>> prompts = sample_prompts(checkpoint.task, 4)
+        >>> prompts = sample_prompts(checkpoint, 4)
         >>> tuple(predictions_at_every(checkpoint.weights, prompts).shape)
         (4, 9, 1)
     """
@@ -102,9 +102,9 @@ def predictions(
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> prompts = sample_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
+        >>> prompts = draw_prompts(TaskConfig(), 8, seed=0, dtype=torch.float64)
         >>> predictions(zero_head(d_x=5), prompts).any()
         tensor(False)
     """
@@ -125,11 +125,11 @@ def predict_deep(
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        >>> predict_deep(weights, sample_prompts(TaskConfig(), 8)).any()
+        >>> predict_deep(weights, draw_prompts(TaskConfig(), 8)).any()
         tensor(False)
     """
     if weights.model.stack == "linear":

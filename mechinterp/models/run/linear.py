@@ -142,11 +142,11 @@ def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
         ValueError: If the scores are not linear.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> ones = torch.ones(2, 1, 6, 3)
         >>> weights = stack_of_layers(ones, ones, ones, ones.mT, d_y=1, scale=1.0, score="linear/L")
-        >>> linear_pass(weights, sample_prompts(TaskConfig(), 8, seed=0)).prediction({0: [0], 1: [0]}).any()
+        >>> linear_pass(weights, draw_prompts(TaskConfig(), 8, seed=0)).prediction({0: [0], 1: [0]}).any()
         tensor(False)
     """
     moment = _moment(weights, prompts)

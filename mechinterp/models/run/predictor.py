@@ -55,6 +55,9 @@ class Predictor(ABC):
     """Task that the model was trained on, with the names of its assumed fields; None if unknown."""
     trained_here: bool = False
     """True: this package trained the model on this task, so that the task is certain."""
+    law_stated: bool = False
+    """True: the task was stated with the model or its file, so that it is the law of given prompts, too. False: it is
+    assumed, or sizes alone were stated."""
     doubt: str = ""
     """Why the file of the model may have been read wrongly; empty if nothing says so."""
     _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
@@ -140,10 +143,24 @@ class Predictor(ABC):
         owner = self.hooked if weights is None else weights
         parts = (prompts.x, prompts.y, prompts.x_query)
         read = (each.contiguous().numpy(force=True).tobytes() for each in parts)
-        key = (id(owner), what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
+        key = (id(owner), *self._versions, what, prompts.y.dtype, prompts.y.shape, *map(hash, read))
         if key not in kept:
             kept[key] = owner, compute()  # the owner stays, so that no other object gets its id
         return kept[key][1].clone().to(prompts.x.device)
+
+    @property
+    def _versions(self) -> Iterator[int]:
+        """Versions of the weights and the parameters, which torch counts up at each edit in place."""
+        model, weights = self._built, self.weights
+        if weights is not None:
+            yield from (tensor._version for tensor in weights.tensors.values())
+        if isinstance(model, torch.nn.Module):
+            yield from (parameter._version for parameter in model.parameters())
+
+    @property
+    def _built(self) -> object:
+        """The hooked module; None if it has not been built."""
+        return self.model
 
     @torch.no_grad()
     def predict_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
@@ -198,10 +215,10 @@ class Predictor(ABC):
             ValueError: If there is no such head or no hook on an MLP, the method is unknown, "resample" gets an odd number
                 of prompts, or the prompts do not fit the model.
         Example:
-            >>> from mechinterp.icl.prompts import sample_prompts
+            >>> from mechinterp.icl.prompts import draw_prompts
             >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
             >>> predictor = predictor_of(debiased_gradient_step(0.88, 0.02, d_x=5))
-            >>> prompts = sample_prompts(TaskConfig(), 4, dtype=torch.float64)
+            >>> prompts = draw_prompts(TaskConfig(), 4, dtype=torch.float64)
             >>> full, first, second = predictor.run(prompts, [[], [(0, 1)], [(0, 0)]])
             >>> torch.allclose(first + second, full)
             True
@@ -320,30 +337,39 @@ def _masked_predictions(
 class WeightsPredictor(Predictor):
     """Predictor of weights of this package; its hooked model is built on first use."""
 
-    own: Weights
+    own: Weights | None
+    """The weights; None once the hooked model exists, which then has them."""
     task: TaskConfig
 
     @property
     def weights(self) -> Weights:
-        return self.own
+        """Current weights: those of the model once it exists, whose parameters they share memory with."""
+        model = self._built
+        return cast(Weights, self.own) if model is None else model.weights
+
+    @property
+    def _built(self) -> "ICLTransformer | None":
+        return cast("ICLTransformer", self.hooked.model) if "hooked" in vars(self) else None
 
     @property
     def n_layers(self) -> int:
-        return self.own.n_layers
+        return self.weights.n_layers
 
     @property
     def n_heads(self) -> int:
-        return self.own.n_heads
+        return self.weights.n_heads
 
     @cached_property
     def hooked(self) -> HookedPredictor:
         from mechinterp.models.hooked.transformer import ICLTransformer
 
-        return hooked_predictor(ICLTransformer.from_weights(self.own, task=self.task))
+        model = ICLTransformer.sharing(cast(Weights, self.own), task=self.task)
+        object.__setattr__(self, "own", None)
+        return hooked_predictor(model)
 
     @property
     def is_hooked(self) -> bool:
-        return "hooked" in vars(self) and self.hooked.is_hooked
+        return "hooked" in vars(self) and _has_hooks(self.hooked)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -364,7 +390,13 @@ class ModelPredictor(Predictor):
 
     @property
     def is_hooked(self) -> bool:
-        return self.own.is_hooked
+        return self.own.is_hooked if self.transformer is None else _has_hooks(self.own)
+
+
+def _has_hooks(own: HookedPredictor) -> bool:
+    """True if a model of this package has a forward hook on a hook point or on any other of its modules."""
+    modules = cast("ICLTransformer", own.model).modules()
+    return own.is_hooked or any(e._forward_hooks or e._forward_pre_hooks for e in modules)
 
 
 Source = object
@@ -411,9 +443,9 @@ def predictions_after(
     Raises:
         ValueError: If the source is neither a model nor a function of prompts, or a length is beyond the prompts.
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.icl.predictors import zero_prediction
-        >>> tuple(predictions_after(zero_prediction, sample_prompts(TaskConfig(), 8), [1, 5]).shape)
+        >>> tuple(predictions_after(zero_prediction, draw_prompts(TaskConfig(), 8), [1, 5]).shape)
         (8, 2, 1)
     """
     every = None if is_learner(source) else predictor_of(source).predict_at_every(prompts)
@@ -429,7 +461,7 @@ def predictor_of(source: Source) -> Predictor:
     Raises:
         ValueError: If the source is none of these.
     See also:
-        `hook_module`, `evaluation_prompts`.
+        `hook_module`, `sample_prompts`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> predictor_of(zero_head(d_x=5)).n_heads

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -18,7 +19,17 @@ from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.general.attention import attend
 from mechinterp.training.general.forward import Forward
-from mechinterp.training.run import Batch, Run, flattened, largest_chunk, own, uniform
+from mechinterp.training.run import (
+    Batch,
+    Run,
+    flattened,
+    largest_chunk,
+    own,
+    read_state,
+    resumable,
+    stored_origin,
+    uniform,
+)
 
 
 def loss_and_gradients(
@@ -31,12 +42,12 @@ def loss_and_gradients(
     Args:
         first_counted: Least number of pairs before an x that counts; None: the query alone.
     Example:
-        >>> from mechinterp.icl.prompts import sample_prompts
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.models.constructions.stack import stack_of_layers
         >>> nothing = torch.zeros(2, 1, 6, 3)
         >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        >>> loss, gradients = loss_and_gradients(weights, sample_prompts(TaskConfig(), 8))
+        >>> loss, gradients = loss_and_gradients(weights, draw_prompts(TaskConfig(), 8))
         >>> gradients.W_Q.any()
         tensor(False)
     """
@@ -126,8 +137,13 @@ class DeepRun(Run[Weights]):
         *,
         device: str = "cpu",
         start: Weights | None = None,
+        origin: Mapping[str, object] | None = None,
     ):
-        """Start a run from the initial weights of the config, or from other weights of the same shapes."""
+        """Start a run from the initial weights of the config, or from other weights of the same shapes.
+
+        Args:
+            origin: The checkpoint of these other weights, as the trained model names it.
+        """
         if len(models) != 1:
             raise ValueError(f"Such a model trains alone, got {len(models)} models.")
         (config,) = models.values()
@@ -135,6 +151,19 @@ class DeepRun(Run[Weights]):
         _require_memory(config, weights)
         zero = torch.zeros((), dtype=torch.float64, device="cpu")
         super().__init__(models, weights, zero, device=device, rounded_up=False)
+        self.origin = dict(origin or {})
+
+    @classmethod
+    def restore(cls, file: Path, *, device: str = "cpu") -> "DeepRun":
+        """Run restored from a state file, in the precision of its weights."""
+        models, step, tensors = read_state(file)
+        with resumable(file):
+            (config,) = models.values()
+            start = initial_deep_weights(config).to(tensors["flat"].dtype)
+            run = cls(models, device=device, start=start)
+            run._resume(step, tensors)
+        run.origin = stored_origin(file)
+        return run
 
     def _loss(self, batch: Batch) -> Float[Tensor, ""]:
         (prompts,) = batch

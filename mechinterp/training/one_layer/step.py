@@ -182,7 +182,19 @@ PACK_HEADS = 512
 class Pack(Run[Weights]):
     """One-layer models that train together."""
 
-    def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
+    def __init__(
+        self,
+        models: Mapping[str, ExperimentConfig],
+        *,
+        device: str = "cpu",
+        start: Weights | None = None,
+        origin: Mapping[str, object] | None = None,
+    ):
+        """Start a run from the initial weights of the configs; or, for one model, from other weights.
+
+        Args:
+            origin: The checkpoint of these other weights, as the trained model names it.
+        """
         if len({pack_key(config) for config in models.values()}) != 1:
             raise ValueError(
                 "Models of one pack must differ in seed, model.n_heads and pool of tasks only."
@@ -197,14 +209,19 @@ class Pack(Run[Weights]):
             sizes = [config.model.n_heads for config in configs if config.task == task]
             self._parts.append((slice(end, end + sum(sizes)), membership(sizes).to(device)))
             end += sum(sizes)
-        start = stack([initial_weights(config) for config in configs])
+        initial = stack([initial_weights(config) for config in configs])
+        if start is not None:
+            arrays = (getattr(start, name)[0] for name in NAMES[:3])
+            tensors = _named((*arrays, start.W_O[0, ..., start.d_x :]), start.d_x)
+            initial = initial.with_tensors({n: t.to(torch.float32) for n, t in tensors.items()})
         super().__init__(
             models,
-            start,
+            initial,
             torch.zeros(len(configs), dtype=torch.float32, device="cpu"),
             device=device,
             rounded_up=True,
         )
+        self.origin = dict(origin or {})
 
     def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         # Uses the arithmetic of the step, so that the loss has the same bits in any pack.

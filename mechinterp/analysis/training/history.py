@@ -30,7 +30,7 @@ MOST_HEADS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainingDynamics(Result):
+class History(Result):
     """Losses and heads of one model at its logged steps."""
 
     history: pd.DataFrame
@@ -46,7 +46,7 @@ class TrainingDynamics(Result):
     }
 
     def __repr__(self) -> str:
-        return f"TrainingDynamics({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
+        return f"History({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"
 
     @property
     def logarithmic(self) -> bool:
@@ -95,8 +95,8 @@ class TrainingDynamics(Result):
         return [f"{steps}; loss at the end on {self.eval_on} {loss} y².", *filter(None, [self.how])]
 
     def to_frame(self) -> pd.DataFrame:
-        """The history."""
-        return self.history
+        """A copy of the history."""
+        return self.history.copy()
 
     def tables(self) -> dict[str, Table]:
         """The history; a short table has the last steps."""
@@ -167,7 +167,7 @@ class TrainingDynamics(Result):
         )
 
 
-def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
+def history(source: Source | pd.DataFrame) -> History:
     """Losses during training, with the scales of the heads of one attention layer, or the norms of
     other heads.
 
@@ -185,23 +185,23 @@ def training_dynamics(source: Source | pd.DataFrame) -> TrainingDynamics:
         `over_steps`, `jump_forecast`.
     Example:
         >>> from mechinterp import load
-        >>> training_dynamics(load("checkpoints/softmax-h1-s0")).omega.shape[1]
+        >>> history(load("checkpoints/softmax-h1-s0")).omega.shape[1]
         1
-        >>> training_dynamics(load("checkpoints/sparse-h4-noise0.1-s0")).heads("qk_norm").shape[1]
+        >>> history(load("checkpoints/sparse-h4-noise0.1-s0")).heads("qk_norm").shape[1]
         16
     """
-    history = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
-    if history is None:
+    rows = source if isinstance(source, pd.DataFrame) else getattr(source, "history", None)
+    if rows is None:
         path = getattr(source, "path", None)
         got = type(source).__name__ if path is None else f"{path} without"
-        raise ValueError(f"training_dynamics needs a checkpoint with a history, got {got}.")
-    if missing := {"step", "head", "loss", "eval_loss"} - set(history.columns):
+        raise ValueError(f"history needs a checkpoint with a history, got {got}.")
+    if missing := {"step", "head", "loss", "eval_loss"} - set(rows.columns):
         raise ValueError(
-            f"training_dynamics needs a history with {', '.join(sorted(missing))}, got one without."
+            f"history needs columns {', '.join(sorted(missing))}; the given history lacks them."
         )
-    order = [name for name in ("step", "layer", "head") if name in history]
-    history = history.sort_values(order, kind="stable", ignore_index=True)
-    return TrainingDynamics(history, *_training_of(source))
+    order = [name for name in ("step", "layer", "head") if name in rows]
+    rows = rows.sort_values(order, kind="stable", ignore_index=True)
+    return History(rows, *_training_of(source))
 
 
 def _training_of(source: Source | pd.DataFrame) -> tuple[str, str]:
