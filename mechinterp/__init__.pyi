@@ -2,6 +2,7 @@
 
 from mechinterp.analysis.ablation.pruning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.pruning import prune as prune
+from mechinterp.analysis.ablation.single import ablate as ablate
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.circuits import circuits as circuits
@@ -20,12 +21,14 @@ from mechinterp.analysis.one_layer.linear_components import (
     linear_components as linear_components,
 )
 from mechinterp.analysis.over_steps import over_steps as over_steps
+from mechinterp.analysis.patching.activations import patch_activations as patch_activations
+from mechinterp.analysis.patching.circuit import circuit_faithfulness as circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
-from mechinterp.analysis.patching.edges import faithfulness as faithfulness
-from mechinterp.analysis.patching.positions import patch_positions as patch_positions
 from mechinterp.analysis.probing.linear import p_probe as p_probe
+from mechinterp.analysis.probing.linear import probe as probe
 from mechinterp.analysis.probing.linear import probe_layers as probe_layers
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.response.response import response as response
 from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (

@@ -21,7 +21,7 @@ from mechinterp import (
     jump_forecast,
     load,
     masked,
-    patch_positions,
+    patch_activations,
     predictor_of,
     push_to_hub,
 )
@@ -84,7 +84,7 @@ REFUSED = {
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=4),
         ["hook blocks.0."],
     ),
     "a hooked module for the hub": (

@@ -221,6 +221,7 @@ def models_frame(
         n_prompts: Number of prompts for each classification.
     Raises:
         CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
+        ValueError: If there is no model, or the folder is no path.
     See also:
         `train_models`, `load`.
     Example:
@@ -231,6 +232,10 @@ def models_frame(
         0  softmax-h1-s0              1  kernel_regression
         1  softmax-h2-s0              2        debiased_gd
     """
+    if not isinstance(run_folder, str | Path):
+        raise ValueError(f"run_folder must be a path, got {run_folder!r}.")
+    if not models:
+        raise ValueError("models_frame needs at least one model, got none.")
     lost = diverged or {}
     rows = []
     for name, config in models.items():

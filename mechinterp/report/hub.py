@@ -4,7 +4,7 @@ from tempfile import TemporaryDirectory
 
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
-from mechinterp.checkpoints.hub import hub_library
+from mechinterp.checkpoints.hub import REPOSITORY, hub_library
 from mechinterp.checkpoints.io.files import CheckpointError, one_line
 from mechinterp.version import __version__
 
@@ -54,11 +54,13 @@ def push_to_hub(
         Address of the commit.
     Raises:
         CheckpointError: If the hub refuses, or the extra `hub` is not installed.
-        ValueError: If the model is no checkpoint, such as a hooked module.
+        ValueError: If the model is no checkpoint, such as a hooked module, or the name is none of a repository.
     See also:
         `load`.
     """
     checkpoint = checkpoint_of(checkpoint, "push_to_hub")
+    if not isinstance(repository, str) or not REPOSITORY.fullmatch(repository):
+        raise ValueError(f"repository must be 'owner/repository', got {repository!r}.")
     hub = hub_library()
     api = hub.HfApi(token=token)
     with TemporaryDirectory() as folder:
