@@ -25,6 +25,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.naming_scores import (
+    LAST,
     LOOSE,
     NOISES,
     USELESS,
@@ -41,6 +42,7 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     reflected,
     relative_risk,
     satisfies,
+    scaled_name,
     step_effects,
     with_scaled,
 )
@@ -90,6 +92,10 @@ RULES = {
         "its rest is more than rounding, and the task has no symmetry that tells noise from a learner",
         "",
     ),
+    "factor": (
+        "its read-out is {value:.3f} times that of the algorithm, limit 1 ± {limit:g} ({where})",
+        FIT,
+    ),
     "contains": ("{rival}, which it contains, explains as much", ""),
     "tie": (
         "ties with {rival}",
@@ -122,6 +128,14 @@ class Limits:
     """The same for a function of prompts, which has no noise of weights."""
     frequency: float = 0.9
     """Least fraction of resamples with the label."""
+    noise: float = 0.95
+    """Least R² of a model with a hundredth of the noise; a function needs `explained` there. Models that were trained at
+    one noise level leave their algorithm a little."""
+    read_out: float = 0.05
+    """Largest distance from 1 of the factor of an algorithm's read-out."""
+    of_rest: float = 0.25
+    """A factor counts if it explains at least this fraction of what the algorithm leaves unexplained; a smaller gain
+    leaves the factor open, since other step sizes take its place."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +256,10 @@ def _judged(
             continue
         judged[learner.label] = (
             _broken(learner, measured, limits, counts)
-            or _noise(r2[m], scores.columns, limits)
+            or _factor(m, scores, r2, limits)
+            or _noise(
+                r2[m], scores.columns, limits.explained if measured.is_function else limits.noise
+            )
             or _rival(m, scores, r2, limits)
             or _left(learner, scores, measured, limits, counts)
         )
@@ -263,13 +280,28 @@ def _broken(
     return worst if worst.rule else None
 
 
-def _noise(r2: np.ndarray, columns: Sequence[str], limits: Limits) -> WhyNot | None:
+def _factor(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
+    """A scaled read-out that explains part of the rest: the model is the algorithm times another number than 1."""
+    name = scaled_name(scores.learners[m])
+    if name not in scores.names:
+        return None
+    row = scores.names.index(name)
+    factor = float(scores.scalars[row][-1])
+    plain, with_factor = (r2[n, : scores.n_own].min() for n in (m, row))
+    explains = with_factor - plain >= limits.of_rest * (1 - plain)
+    # Factors are compared after rounding, so that 1.05 is within 1 ± 0.05.
+    off = round(abs(factor - 1), 3) > limits.read_out
+    where = LAST if scores.n_own == 1 else "after every layer"
+    return WhyNot("factor", where, factor, limits.read_out) if off and explains else None
+
+
+def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | None:
     """The setting of other noise in which the learner explains least, if that is too little: there it is another one."""
     found = {name: r2[n] for n, name in enumerate(columns) if name in NOISES}
     where = min(found, key=found.__getitem__, default="")
-    if not found or found[where] >= limits.explained:
+    if not found or found[where] >= limit:
         return None
-    return WhyNot("noise", where, float(found[where]), limits.explained)
+    return WhyNot("noise", where, float(found[where]), limit)
 
 
 def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:

@@ -494,6 +494,11 @@ def squares(difference: Float[Tensor, "*axes prompt d_y"]) -> np.ndarray:
     return difference.square().mean(-1).nan_to_num(nan=torch.inf).clamp(max=1e12).numpy()
 
 
+def scaled_name(learner: Algorithm) -> str:
+    """Name of an algorithm with a scaled read-out."""
+    return f"{learner.label or learner.name} with a scaled read-out"
+
+
 def scaled(learner: Algorithm) -> Algorithm:
     """An algorithm whose predictions are multiplied by one more scalar.
 
@@ -506,8 +511,9 @@ def scaled(learner: Algorithm) -> Algorithm:
         return scalars[-1] * learner.run(moments, n_layers, *scalars[:-1])
 
     factor = Scalar("factor", lambda moments: 1.0, where="once", lower=-torch.inf)
-    name = f"{learner.label or learner.name} with a scaled read-out"
-    return Algorithm(name, None, (*learner.scalars, factor), run, has_path=learner.has_path)
+    return Algorithm(
+        scaled_name(learner), None, (*learner.scalars, factor), run, has_path=learner.has_path
+    )
 
 
 @dataclass(frozen=True, eq=False)
