@@ -23,6 +23,8 @@ ERRORS = 3
 """Number of standard errors of a difference that is stated."""
 KEPT = 0.01
 """Mismatch below which a symmetry counts as kept."""
+POSTERIOR = 0.5
+"""Share of what the filter leaves that the posterior mean of a pool must explain."""
 EVEN = 0.02
 """Share that does not change its sign with y from which on it is stated."""
 SPARSITY = 0.1
@@ -59,6 +61,8 @@ def kind(found: Frames, output: int = 0) -> str:
     without = min(left["filter"], left["+ mean of x"])
     if without > NO_FILTER and left["+ similarity"] < (1 - BY_SIMILARITY) * without:
         return "kernel"
+    if left.get("+ posterior", np.inf) < (1 - POSTERIOR) * left["filter"]:
+        return "posterior"
     if "later" not in set(found.scalars.name):
         return "forgetting" if forgets(found, output) else "filter"
     later, earlier = (found.scalar(name, output)[0] for name in ("later", "earlier"))
@@ -88,6 +92,8 @@ def form_in_words(found: Frames, output: int = 0) -> str:
     if fits.endswith(("step", "steps")):
         return f"filter of {fits} of descent"
     c, sem = found.scalar("c", output)
+    if np.isnan(sem):
+        return f"filter of least squares, c below {digits(c)}"
     beside = ""
     if "c of Bayes" in set(found.scalars.name):
         own = found.scalar("c of Bayes", output)[0]
@@ -123,6 +129,7 @@ def _parts(found: Frames, output: int) -> list[str]:
         "recursive least squares": f"pairs interact both ways, and a weight is multiplied by {with_error(*alpha)} per later pair",
         "online": f"only later pairs change the weight of earlier ones: online, eta {with_error(*eta)}, gate {with_error(*gate)}",
         "batch": "pairs are a set",
+        "posterior": "predictions are near the posterior mean over the pool of tasks",
         "filter": "weights do not depend on age",
         "forgetting": f"a weight is multiplied by {with_error(*alpha)} per later pair",
     }[which]
@@ -130,7 +137,7 @@ def _parts(found: Frames, output: int) -> list[str]:
     left = found.of_output(found.left, output).set_index("columns")
     if which not in ("no linear map", "kernel", "online"):
         parts.append(form_in_words(found, output))
-    parts += _against_bayes(found, output)
+    parts += against_bayes(found, output)
     value, sem = left["left"]["filter"], left.left_sem["filter"]
     parts.append(f"the filter leaves {_percent(value, sem)} of the squared predictions")
     mean = found.scalar("mean of x", output)
@@ -143,7 +150,7 @@ def _parts(found: Frames, output: int) -> list[str]:
     return parts
 
 
-def _against_bayes(found: Frames, output: int) -> list[str]:
+def against_bayes(found: Frames, output: int = 0) -> list[str]:
     """Directions whose weight differs from the Bayes learner's by more than 3 errors."""
     rows = found.of_output(found.differences, output)
     if rows.empty:
