@@ -28,6 +28,7 @@ ROOMS = {
         "analysis/multi_layer",
         "Circuits of all layers, and the algorithm they run.",
     ),
+    "response": ("analysis/response", "What a model does with its prompt, without a label."),
     "ablation": ("analysis/ablation", "What breaks when heads are masked or pruned."),
     "patching": ("analysis/patching", "Which position and which edge between heads carries what."),
     "probing": ("analysis/probing", "What each layer has already computed."),
@@ -55,8 +56,9 @@ sparse = load("sparse-h4-noise0.1-s0")
 gpt2 = load("garg-gpt2")
 """
 FIGURES = {
+    "What a model does with its prompt": "response(gpt2).plot()",
     "QK and OV of every head": "circuits(softmax).plot()",
-    "A model beside closed-form learners": "fit_learners(softmax).plot()",
+    "A model beside closed-form learners": "compare_learners(softmax, context_lengths=[10, 20, 30, 40]).plot()",
     "Every subset of heads masked": "ablate_subsets(softmax).plot()",
     "Heads while they are trained": "history(softmax).plot()",
     "How good a model is after k examples": 'error_curve(load("garg-tiny-s0")).plot()',
@@ -64,8 +66,8 @@ FIGURES = {
     "Each head of a deep model masked alone": "ablate_heads(gpt2).plot()",
     "Importance of heads within each layer": "ablate_heads(gpt2).plot_importance()",
     "A pruned model": "prune(sparse).plot()",
-    "What each layer has computed": "probe_layers(sparse).plot()",
-    "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
+    "What each layer has computed": "probe(sparse).plot()",
+    "What a read-out finds after each layer": 'probe(sparse, targets="read_out").plot()',
     "Circuits of several layers": "circuits(sparse).plot()",
     "Which heads read what others write": "composition_scores(sparse).plot()",
     "Which tokens a head attends to": "attention_patterns(softmax).plot()",

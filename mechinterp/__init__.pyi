@@ -2,11 +2,12 @@
 
 from mechinterp.analysis.ablation.pruning import fine_tune as fine_tune
 from mechinterp.analysis.ablation.pruning import prune as prune
+from mechinterp.analysis.ablation.single import ablate as ablate
 from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
 from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
-from mechinterp.analysis.learners.compare import fit_learners as fit_learners
+from mechinterp.analysis.learners.compare import compare_learners as compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
@@ -20,12 +21,12 @@ from mechinterp.analysis.one_layer.linear_components import (
     linear_components as linear_components,
 )
 from mechinterp.analysis.over_steps import over_steps as over_steps
+from mechinterp.analysis.patching.activations import patch_activations as patch_activations
+from mechinterp.analysis.patching.circuit import circuit_faithfulness as circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
-from mechinterp.analysis.patching.edges import faithfulness as faithfulness
-from mechinterp.analysis.patching.positions import patch_positions as patch_positions
-from mechinterp.analysis.probing.linear import p_probe as p_probe
-from mechinterp.analysis.probing.linear import probe_layers as probe_layers
-from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.probing.p_probe import p_probe as p_probe
+from mechinterp.analysis.probing.probe import probe as probe
+from mechinterp.analysis.response.response import response as response
 from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast
 from mechinterp.analysis.training.learning_coefficient import (
@@ -34,9 +35,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.sampler import Chains as Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint as Checkpoint
-from mechinterp.checkpoints.hub import from_pretrained as from_pretrained
 from mechinterp.checkpoints.load import load as load
-from mechinterp.checkpoints.load import load_run as load_run
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import CovarianceConfig as CovarianceConfig
 from mechinterp.config import ExperimentConfig as ExperimentConfig
@@ -53,7 +52,6 @@ from mechinterp.models.run.predictor import predictor_of as predictor_of
 from mechinterp.paper import save_figure as save_figure
 from mechinterp.presets import preset as preset
 from mechinterp.progress import show_progress as show_progress
-from mechinterp.report.hub import model_card as model_card
 from mechinterp.report.hub import push_to_hub as push_to_hub
 from mechinterp.report.page import write_report as write_report
 from mechinterp.training.train import train as train

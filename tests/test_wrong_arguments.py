@@ -16,12 +16,14 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    fit_learners,
+    compare_learners,
     hook_module,
+    jump_forecast,
     load,
     masked,
-    patch_positions,
+    patch_activations,
     predictor_of,
+    push_to_hub,
 )
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
@@ -63,27 +65,35 @@ REFUSED = {
             lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
             ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
         )
-        for analysis, path in product([fit_learners, classify_layers], [SHIPPED, DEEP])
+        for analysis, path in product([classify_layers], [SHIPPED, DEEP])
     },
     "a task as prompts": (
         lambda: classify(load(SHIPPED), load(SHIPPED).task),
         ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],
     ),
     "prompts as the task of a function": (
-        lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
-        ["got Prompts; ", "fit_learners"],
+        lambda: compare_learners(lambda given: given.y_query, task=drawn(TASK)),
+        ["got Prompts; ", "compare_learners"],
     ),
     "rows as fields": (
         lambda: load(SHIPPED, model=["norm=before"]),
         ["model must be a mapping", "{'norm': 'before'}", "got ['norm=before']"],
     ),
     "no sum of streams": (
-        lambda: attribute_edges(hooked(), n_prompts=4),
+        lambda: attribute_edges(hooked(), n_prompts=8),
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=8),
         ["hook blocks.0."],
+    ),
+    "a hooked module for the hub": (
+        lambda: push_to_hub(hooked(), "someone/one"),
+        ["push_to_hub needs a checkpoint", "got a HookedModule", "module.state_dict()"],
+    ),
+    "a hooked module without a training": (
+        lambda: jump_forecast(hooked()),
+        ["jump_forecast needs a config", "got a HookedModule"],
     ),
     "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),
     **{
@@ -179,10 +189,10 @@ class Learned(nn.Module):
 @pytest.mark.parametrize("error", [IndexError, AssertionError, RuntimeError])
 def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
     model = hooked(Learned(error))
-    assert fit_learners(model, n_prompts=64).context_length.tolist() == [6]
+    assert compare_learners(model, n_prompts=64).trained == (6, 6)
     # Twice the length is left out of what an algorithm's name rests on.
     assert "double length" not in classify(model, n_prompts=16).algorithm.risks
-    said = refusal(lambda: fit_learners(model, context_lengths=[9], n_prompts=64))
+    said = refusal(lambda: compare_learners(model, context_lengths=[9], n_prompts=64))
     assert "[64, 10, 4]" in said
 
 
@@ -237,7 +247,9 @@ def test_a_read_makes_a_tensor_of_any_output():
 # Weights so large that predictions overflow.
 
 
-@pytest.mark.parametrize(("command", "factor"), [("fit", 1e10), ("ablate", 1e19), ("report", 1e19)])
+@pytest.mark.parametrize(
+    ("command", "factor"), [("compare-learners", 1e10), ("ablate", 1e19), ("report", 1e19)]
+)
 def test_predictions_that_overflow_are_named(run: Run, tmp_path: Path, command: str, factor: float):
     small = load("checkpoints/softmax-h1-s0")
     large = small.weights.with_tensors(
@@ -257,4 +269,4 @@ def test_weights_beyond_all_bounds_give_no_warning():
         {name: torch.full_like(tensor, 1e200) for name, tensor in heads.tensors.items()}
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
-    assert classify(huge, n_prompts=64).pattern in ("undetermined", "other")
+    assert classify(huge, n_prompts=64).label in ("undetermined", "other")

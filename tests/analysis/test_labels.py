@@ -444,10 +444,10 @@ for kind, their_task, cases in (("supports", TWO, WITH_SUPPORTS), ("free", FREE,
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_built_model_has_its_label_and_numbers(case: Case):
     found = classify(case.weights, task=case.task)
-    assert found.pattern == case.pattern, found.reason
+    assert found.label == case.pattern, found.reason
     assert not case.labels or " ".join(found.labels) == case.labels
     assert case.reason in found.reason
-    assert all(each.holds for each in found.checks) or found.pattern in NO_LABEL
+    assert all(each.holds for each in found.checks) or found.label in NO_LABEL
     for name, expected in case.numbers.items():
         holder = found.scales if hasattr(found.scales, name) else found
         is_exact = isinstance(expected, int | float | list | np.ndarray)
@@ -466,7 +466,7 @@ def test_the_closed_form_stands_in_better_for_smaller_omega():
 def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     gamma = best_preconditioner()
     found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task=task)
-    assert (found.pattern, found.labels) == ("preconditioned_gd", ("positive", "negative"))
+    assert (found.label, found.labels) == ("preconditioned_gd", ("positive", "negative"))
     assert torch.allclose(found.scales.step[0], gamma)  # 0.1 * 5 twice
     size = gamma.norm() / 5**0.5
     assert found.scales.eta[0] == pytest.approx(size.item())
@@ -474,16 +474,119 @@ def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     assert found.learner.r2 > 0.99
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_rotated_inputs_are_named(sign: int):
-    # In five dimensions a matrix and its negative: one of them is a rotation, the other a reflection.
-    turned = sign * rotation()
-    found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
-    assert found.pattern == "preconditioned_gd"
-    assert found.omega_form * np.sign(found.circuits.mu[0, :, 0]) == pytest.approx([0.13, 0.13])
-    degrees = torch.rad2deg(torch.linalg.eigvals(turned).angle().abs().max()).item()
-    expected = degrees if sign == 1 else np.nan
-    assert found.form.rotation == pytest.approx(expected, nan_ok=True)
+def turned(degrees: float) -> Tensor:
+    """Rotation of the first two coordinates."""
+    angle = np.radians(degrees)
+    matrix = EYE.clone()
+    matrix[:2, :2] = torch.tensor([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    return matrix
+
+
+def pair_of(matrix: Tensor, step: float = 0.8) -> Weights:
+    """Two softmax heads with opposite multiples of one matrix; together a step of this size along the matrix."""
+    return with_blocks(torch.stack([0.1 * matrix, -0.1 * matrix]), [5 * step, -5 * step])
+
+
+SHIFT = EYE.roll(1, 0)
+RANDOM = drawn(5, 5, seed=4)
+TRACE_FREE = RANDOM - RANDOM.trace() / 5 * EYE
+STATED = TaskConfig(covariance=CovarianceConfig())
+WIDE = TaskConfig(
+    covariance=CovarianceConfig(kind="eigenvalues", eigenvalues=(0.1, 0.1, 0.3, 1.5, 3))
+)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "descends"),
+    [
+        # The eigenvalues of a shift of five coordinates are roots of unity.
+        (SHIFT, np.cos(0.8 * np.pi)),
+        (TRACE_FREE / TRACE_FREE.norm() * 5**0.5, None),
+        (diagonal(1, 1, 1, -0.5, -0.5), -0.5),
+        (diagonal(1, 1, 1, 1, -0.1), -0.1),
+        (diagonal(1, 1, 1, 0, 0), 0.0),
+        (diagonal(1, 1, 1, 1, 0.04), 0.04),
+        (-1.0 * diagonal(3, 1, 1, 1, 1), None),
+        (turned(120), -0.5),
+        (rotation(), None),
+    ],
+    ids=["shift", "free", "up", "slightly up", "half", "near half", "sign", "turned", "any turn"],
+)
+def test_a_common_matrix_that_ascends_is_no_descent(matrix: Tensor, descends: float | None):
+    found = classify(pair_of(matrix), task=STATED)
+    assert found.label == ("undetermined" if found.scales.descent < 0.05 else "preconditioned_gd")
+    if descends is not None:
+        assert found.scales.descent == pytest.approx(descends, abs=1e-12)
+        assert found.label == "undetermined"
+        assert found.reason.startswith("no preconditioned_gd")
+        assert "; descent (" in found.reason
+
+
+def test_a_rotation_that_descends_is_named():
+    found = classify(pair_of(turned(60)), task=STATED)
+    assert found.label == "preconditioned_gd"
+    assert found.scales.descent == pytest.approx(0.5)
+    assert found.form.rotation == pytest.approx(60)
+    assert found.omega_form == pytest.approx([0.1, -0.1])
+
+
+def test_descent_is_measured_where_x_has_unit_covariance():
+    """A step by the inverse covariance descends evenly, and a step by the covariance along its large directions alone."""
+    Sigma = torch.from_numpy(covariance_matrix(WIDE.covariance, 5))
+    even, steep = (classify(pair_of(M), task=WIDE) for M in (torch.linalg.inv(Sigma), Sigma / 3))
+    assert even.scales.descent == pytest.approx(1)
+    assert steep.scales.descent == pytest.approx((0.1 / 3) ** 2)
+    assert even.label == "preconditioned_gd"
+    assert steep.label == "undetermined"
+    assert not any("not stated" in each.reason for each in (even, steep))
+    # Circuits alone state no covariance: the same matrix is measured with the identity.
+    weights = pair_of(torch.linalg.inv(Sigma))
+    alone = classify_circuits(weights.QK, weights.OV)
+    assert alone.scales.descent == pytest.approx(0.1 / 3)
+    assert "the covariance of x is not stated" in alone.reason
+    assert alone.label == "undetermined"
+
+
+@pytest.mark.parametrize(
+    ("weights", "task"),
+    [
+        (pair_of(best_preconditioner(), 4.0), KMS),
+        (debiased_gradient_step(6.0, 0.05, d_x=5), None),
+        (linear(heads([6.0], [1.0])), None),
+        (opposite([1.0] * 3 + [1.2] * 3, [2.4, 2.4]), replace(FREE, supports=(FULL, FULL))),
+        (task_heads([0, 32], [33, 0]), TWO),
+        (two_responses(TABLE_2.omega.tolist(), (10 * TABLE_2.mu).tolist()), TWO),
+    ],
+    ids=["common", "debiased", "linear", "weighted", "task heads", "superposed"],
+)
+def test_a_step_that_is_too_long_does_not_descend(weights: Weights, task: TaskConfig | None):
+    found = classify(weights, task=task)
+    assert found.label == "undetermined", found.reason
+
+
+def test_linear_attention_that_ascends_is_no_descent():
+    up = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, -0.1)[None], [1.0])))
+    assert up.scales.descent == pytest.approx(-1 / 9)
+    assert up.p_values["task_r2"] <= 0.01
+    assert up.label == "undetermined"
+    assert "descent (" in up.reason
+    left_out = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, 0)[None], [1.0])))
+    assert left_out.label == "linear_gd"
+
+
+def test_responses_whose_step_ascends_are_no_descent():
+    rows = [0.15] * 5 + [-0.02]
+    found = classify(opposite(rows, [2.0, 1.8]), task=replace(FREE, supports=(FULL, FULL)))
+    assert found.scales.descent == pytest.approx(-0.02 / 0.15)
+    assert f"no {WEIGHTED}" in found.reason
+    apart = uneven([rows, [0.2] * 6], [[2.5, 0], [0, 2]])
+    found = classify(apart, task=FREE)
+    assert found.scales.descent == pytest.approx(-0.02 / 0.15)
+    assert "no task_heads" in found.reason
+    # Off the stated support of a response there is nothing to ascend.
+    part = classify(apart, task=replace(FREE, supports=(FULL[:5], FULL)))
+    assert part.scales.descent == pytest.approx(1)
+    assert part.label == "task_heads"
 
 
 def test_linear_attention_is_one_step_with_its_matrix():
@@ -495,7 +598,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
         assert torch.allclose(found.scales.step[0], step)
         assert found.learner.r2 == pytest.approx(1, abs=1e-12)
         # A step by any matrix, but this one is drawn at random and predicts worse than 0.
-        assert found.pattern == "undetermined"
+        assert found.label == "undetermined"
         assert found.p_values["task_r2"] == 1
 
 
@@ -516,12 +619,12 @@ def test_a_step_is_linear_gd_if_its_matrix_descends_however_its_weights_are_roun
     for seed in range(2):
         random = drawn(5, 5, seed=seed)
         found = classify(linear_step(0.9 * (EYE + 0.2 * random), noise))
-        assert found.pattern == "linear_gd"
+        assert found.label == "linear_gd"
         assert found.learner.r2 == pytest.approx(1, abs=max(1e-12, 100 * noise))
         for size in (0.03, 1.0):
             M = size * (random - random.trace() / 5 * EYE)  # in no direction on average
             for matrix in (M, M + M.T):
-                assert classify(linear_step(matrix, noise)).pattern == "undetermined"
+                assert classify(linear_step(matrix, noise)).label == "undetermined"
 
 
 def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
@@ -534,7 +637,7 @@ def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
         QK = torch.nn.functional.pad(block, (0, 2, 0, 2))
         weights = from_circuits(QK, OV, score="linear", score_slope=1 / 40)
         found = classify(weights, task=TaskConfig(d_x=5, d_y=2))
-        assert found.pattern == pattern
+        assert found.label == pattern
         assert (found.p_values["task_r2"] == 1) == (pattern == "undetermined")
 
 
@@ -542,7 +645,7 @@ def test_linear_attention_that_reads_x_is_not_a_step():
     weights = linear(heads([0.5], [1.0]))
     weights.W_V[0, 0, :5, 5] = 3.0
     found = classify(weights)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "substitution_r2" in found.reason
 
 
@@ -553,7 +656,7 @@ def test_biases_add_a_constant_that_is_nobodys():
     assert classify(biased).reason == classify(weights).reason
     shifted = classify(changed(biased, b_O=torch.tensor([3.0]).double()))
     assert shifted.share == pytest.approx(classify(weights).share)
-    assert shifted.pattern == "undetermined"
+    assert shifted.label == "undetermined"
     assert "substitution_r2" in shifted.reason
 
 
@@ -562,16 +665,16 @@ def test_circuits_alone_are_enough_and_are_read_with_their_law():
     weights = pair()
     QK, OV = weights.QK.numpy(), weights.OV.numpy()
     found = classify_circuits(QK, OV)
-    assert found.pattern == "debiased_gd"
+    assert found.label == "debiased_gd"
     as_given = circuits(weights)  # [layer, head, ...]
     assert classify_circuits(as_given.QK, as_given.OV).scales.eta == pytest.approx(found.scales.eta)
     wide = np.pad(OV, ((0, 0), (0, 0), (5, 0)))  # all d_model columns, of which the last is y
     assert classify_circuits(QK, wide).scales.eta == pytest.approx(found.scales.eta)
     two = classify_circuits(TABLE_2.QK, TABLE_2.OV, d_y=2, task=TWO)
-    assert two.pattern == "superposition"
+    assert two.label == "superposition"
     assert classify_circuits(QK[::-1], OV[::-1]).labels == ("negative", "positive")
     graded = classify_circuits(weights.QK.requires_grad_(), weights.OV.requires_grad_())
-    assert graded.pattern == "debiased_gd"
+    assert graded.label == "debiased_gd"
     sloped = classify_circuits(QK, OV, score="1+Cx", score_slope=0.5)
     assert sloped.scales.eta[0] == pytest.approx(0.5 * 2 * 0.13 * 3.4)
     to_self = classify_circuits(QK, OV, attend_to_self=True)
@@ -590,10 +693,10 @@ def test_prompts_and_limits_are_those_asked_for():
         by_circuits = classify_circuits(weights.QK, weights.OV, **prompts).learner.rms
         assert by_circuits == pytest.approx(found)
     wide, limits = CASES["uneven omega"].weights, Thresholds(omega_spread=0.6)
-    assert classify(wide, thresholds=limits).pattern == "debiased_gd"
+    assert classify(wide, thresholds=limits).label == "debiased_gd"
     found = classify_circuits(wide.QK, wide.OV, thresholds=limits)
-    assert found.pattern == "debiased_gd"
-    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).pattern != "task_heads"
+    assert found.label == "debiased_gd"
+    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).label != "task_heads"
 
 
 def test_the_threshold_on_the_qk_circuit_is_above_random_heads():

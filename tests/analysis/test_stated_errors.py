@@ -16,10 +16,11 @@ import torch
 
 from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
-from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges, faithfulness
-from mechinterp.analysis.probing.linear import preconditioned, probe_layers
+from mechinterp.analysis.patching.circuit import circuit_faithfulness
+from mechinterp.analysis.patching.edges import attribute_edges
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -160,13 +161,13 @@ def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object
 
 
 @cache
-def ranking() -> EdgeEffects:
-    return attribute_edges(layers(), n_prompts=32)
+def ranking() -> pd.DataFrame:
+    return attribute_edges(layers(), n_prompts=32).circuit()
 
 
 def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
     """The order of the edges stays the same: the error does not cover it (docs/trust.md)."""
-    return faithfulness(source, ranking(), sizes=[3, 9], **drawn)
+    return circuit_faithfulness(source, ranking(), sizes=[3, 9], **drawn)
 
 
 CASES = {
@@ -174,8 +175,8 @@ CASES = {
     "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attention-entropy": Case(softmax),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
-    "faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
-    "fit-learners": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
+    "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
+    "compare-learners": Case(softmax, n_prompts=256),
     "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "local-learning-coefficient": Case(
         on_moments, seeds=100, slow=True, settings={"chains": CHAINS}
@@ -190,13 +191,11 @@ CASES = {
         hooked, n_prompts=512, slow=True, run=ANALYSES["classify"].function
     ),
     "ablate one layer": Case(softmax, slow=True, run=ANALYSES["ablate"].function),
-    "baselines of one layer": Case(softmax, slow=True, run=ANALYSES["baselines"].function),
-    "fit of one head": Case(
-        one_head, n_prompts=256, slow=True, run=partial(fit_learners, context_lengths=(40,))
-    ),
+    "learners of several layers": Case(descents, n_prompts=256, slow=True, run=compare_learners),
+    "fit of one head": Case(one_head, n_prompts=256, slow=True, run=compare_learners),
     "prune by one rule": Case(slow=True, run=prune),
-    "patch-positions": Case(n_prompts=24, seeds=100),
-    "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
+    "patch-activations": Case(n_prompts=24, seeds=100),
+    "probe of a structure": Case(run=partial(probe, targets="preconditioned x")),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""
 MODELS = (layers, softmax, with_pool)
@@ -320,10 +319,9 @@ def test_every_column_of_a_table_with_an_error_is_compared():
     """Columns are renamed fields or properties; a test of fields alone could miss one."""
     for name in (
         "ablate",
-        "baselines",
         "prune",
-        "read-out-by-layer",
-        "fit-learners",
+        "probe",
+        "compare-learners",
         "compare-priors",
     ):
         case = case_of(name)

@@ -14,7 +14,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import read_recording, recording_of
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.checkpoints.load import load, load_run
+from mechinterp.checkpoints.load import load
 from mechinterp.models.run.predictor import predictor_of
 from tests.checkpoints.files import assert_refused, saved
 from tests.checkpoints.foreign_files import LAYOUTS, random_heads, softmax_paper_state
@@ -168,7 +168,7 @@ def test_predictions_that_prove_nothing_or_contradict_are_refused(tmp_path: Path
     assert_refused("only for files", load, "softmax-h2-s0", predictions=batch)
     paths = [saved(tmp_path, STATE).rename(tmp_path / f"step_{n}.pt") for n in (1,)]
     paths.append(saved(tmp_path, STATE).rename(tmp_path / "step_2.pt"))
-    assert_refused("one model", load_run, paths, n_heads=2, predictions=batch)
+    assert_refused("one model", load, paths, n_heads=2, predictions=batch)
 
 
 def test_predictions_at_every_x_prove_tokens_in_turn(tmp_path: Path):
@@ -214,7 +214,7 @@ def test_commands_take_predictions_of_one_file(tmp_path: Path, run: Run):
     options = ("--n-heads", 2, "--predictions", batch)
     document = run("classify", file, *options, "--json").done().document[0]
     assert document["proven"]["model.score"] == "softmax"
-    assert document["pattern"] == classify(load(file, n_heads=2, predictions=batch)).pattern
+    assert document["pattern"] == classify(load(file, n_heads=2, predictions=batch)).label
     other = recording(
         tmp_path, partial(attention, state=STATE, score="softmax", factor=2.0), length=6
     )

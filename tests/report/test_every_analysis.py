@@ -24,7 +24,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"attribute-edges": 4, "faithfulness": 4}
+FEW = {"attribute-edges": 4, "circuit-faithfulness": 4}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
     **{
@@ -136,14 +136,14 @@ def test_too_few_are_refused_and_the_least_number_gives_numbers(name: str, case)
 
 
 def test_the_commands_pass_options_on_and_refuse_too_few(run: Run, tmp_path: Path):
-    two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 4, "--json", "--quiet")
+    two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 8, "--json", "--quiet")
     edges = ("analyse", "attribute-edges", two_steps, *few, "--context-length")
     assert run(*edges, 6).document["rows"] != run(*edges, 4).document["rows"]
     one = CHECKPOINTS / "softmax-h2-s0"
     run("analyse", "circuits", one, "--n-prompts", 5).assert_refused("takes no n_prompts, got 5.")
-    for command in (("fit",), ("classify",), ("analyse", "baselines")):
+    for command in (("compare-learners",), ("classify",)):
         run(*command, one, "--n-prompts", 4).assert_refused("n_prompts must be >= 8", "got 4")
-    run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 2", "got 1")
+    run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 8", "got 1")
 
 
 def test_an_analysis_is_described_in_sentences_by_its_docstring():
@@ -152,7 +152,7 @@ def test_an_analysis_is_described_in_sentences_by_its_docstring():
         first = inspect.cleandoc(analysis.function.__doc__).partition("\n\n")[0]
         assert analysis.described.startswith(" ".join(first.split())), name
         assert analysis_of(name) == (name, analysis)
-    with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
+    with pytest.raises(ValueError, match=r"must be one of response, classify, .*, got 'nothing'"):
         analysis_of("nothing")
 
 
@@ -169,7 +169,7 @@ def test_what_is_no_analysis_of_a_model_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
-    run("report", path, path, *out, "fit-learners").assert_refused(
+    run("report", path, path, *out, "compare-learners").assert_refused(
         "analyses need one checkpoint, got 2"
     )
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"

@@ -10,7 +10,7 @@ import torch
 
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
@@ -81,8 +81,9 @@ def test_probes_are_one_set_of_numbers(model: tuple[Path, dict], page: Path, run
     path, hints = model
     document = run(*asked(("probe", path), hints)).document
     shown = pd.read_csv(page / "probes.csv")
-    found = probe_layers(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
-    for rows in (pd.DataFrame(document["response"]), shown[shown["target"] == "response"]):
+    source = load(path, **hints)
+    found = probe(source, targets="y", n_prompts=N_PROMPTS, seed=SEED).probes["y"]
+    for rows in (pd.DataFrame(document["response"]), shown[shown["target"] == "y"]):
         np.testing.assert_allclose(rows["risk"], found.risk.ravel(), **SAME)
 
 
@@ -119,5 +120,5 @@ def test_a_seed_means_the_same_prompts_in_every_dtype():
     drawn = draw_prompts(task, 32, seed=5, dtype=torch.float64)
     assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
     assert evaluation_prompts(checkpoint, drawn) is drawn
-    longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)
-    assert longer.x.shape == (4, 50, 5)
+    longer = evaluation_prompts(checkpoint, n_prompts=8, context_length=50)
+    assert longer.x.shape == (8, 50, 5)

@@ -25,7 +25,7 @@ from mechinterp.analysis.ablation.masked_risk import (
     single_ablation,
 )
 from mechinterp.analysis.ablation.subsets import MAX_SUBSET_HEADS, SubsetAblation, ablate_subsets
-from mechinterp.analysis.learners.compare import LEARNERS
+from mechinterp.analysis.learners.simple import LEARNERS
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import mean_and_sem

@@ -22,7 +22,7 @@ from mechinterp.analysis.classified import (
     nearest_learners,
 )
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
-from mechinterp.analysis.learners.nearest import Nearby
+from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
@@ -32,7 +32,7 @@ ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal"),
-    *("theta", "supports", "support_leak", "theta_spread"),
+    *("theta", "supports", "support_leak", "theta_spread", "descent"),
 )
 
 
@@ -40,7 +40,7 @@ SCALES = (
 class Classification(Evidence, Classified):
     """Label of a model and of its heads, with the evidence.
 
-    `pattern` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
+    `label` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
     "task_heads", "superposition", "linear_gd", "unstructured", "undetermined".
     """
 
@@ -84,7 +84,7 @@ class Classification(Evidence, Classified):
     @property
     def verdict(self) -> Verdict:
         """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
-        pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
+        pattern, near, p = self.label, self.near, self.p_values["task_r2"]
         chance = f"; {chance_text(p, self.n_random, 'random weights')}"
         if pattern in NO_LABEL:
             computes = f"{NO_LABEL[pattern].format(kind='formulas')}: {self.reason}"
@@ -106,7 +106,8 @@ class Classification(Evidence, Classified):
         )
         others = [n for n, name in enumerate(near.learners) if name not in label.cases]
         behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
-        alike = "; ".join(_other(near, n) for n in others if n not in behind)
+        close = [n for n in others if n not in behind and near.r2[n] >= NEAR]
+        alike = "; ".join(_other(near, n) for n in close)
         is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
         return Verdict(computes, sure, is_not, alike, self.task_doubt)
 
@@ -135,7 +136,7 @@ class Classification(Evidence, Classified):
         kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
         return [
             *self.summary,
-            f"The pattern is {self.pattern}: {self.reason}.",
+            f"The pattern is {self.label}: {self.reason}.",
             f"{counted(len(self.labels), 'head')}: {kinds}.",
         ]
 
@@ -151,7 +152,7 @@ class Classification(Evidence, Classified):
     @property
     def brief(self) -> str:
         """The R² behind the label, or the reason why there is none."""
-        if self.pattern in NO_LABEL:
+        if self.label in NO_LABEL:
             return f"; {self.reason}"
         return f", {explained(self.learner.r2, self.learner.r2_sem)}"
 
@@ -253,7 +254,7 @@ class Classification(Evidence, Classified):
         heads = enumerate(zip(self.labels, points, strict=True))
         return figures.runs(
             {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},
-            title=f"Heads: {self.pattern}",
+            title=f"Heads: {self.label}",
             x_title="omega (1/x²)",
             y_title="mu",
             markers=True,

@@ -29,6 +29,7 @@ from mechinterp.analysis.one_layer.label_rules import (
     Form,
     Scales,
     Thresholds,
+    assumed_covariance,
     faithfulness,
     form_of,
     head_decisions,
@@ -42,6 +43,7 @@ from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_s
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
@@ -76,7 +78,8 @@ def classify(
     If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
     differ, the model is `undetermined`. The pattern of one layer depends on QK and OV only. It does
     not depend on the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O.
-    A head split into two with half of mu each counts as one.
+    A head split into two with half of mu each counts as one. A hooked module is read by its weights
+    if these predict as the module does.
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
@@ -91,12 +94,13 @@ def classify(
         He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
         arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
     See also:
-        `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
+        `classify_circuits`, `classify_layers`, `name_algorithm`, `compare_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
+        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
         'debiased_gd'
     """
+    source = by_weights(source)
     predictor = predictor_of(source)
     limits, one = Thresholds() if thresholds is None else thresholds, predictor.is_one_attention
     law = None
@@ -124,8 +128,8 @@ def classify(
         readings = possible if any(each.predicts for each in possible) else readings[:1]
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
-    pattern, reason = agreed_label([each.pattern for each in every], every[0].reason, readings)
-    return replace(every[0], pattern=pattern, reason=reason)
+    label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
+    return replace(every[0], label=label, reason=reason)
 
 
 def agreed_label(
@@ -243,8 +247,8 @@ def _classified(
     decision = model_decision(groups, of_groups, evidence, limits)
     return Classification(
         **vars(evidence),
-        pattern=decision.label,
-        reason=decision.reason,
+        label=decision.label,
+        reason=decision.reason + assumed_covariance(decision, task),
         checks=decision.checks,
         labels=labels,
         share=heads.share,

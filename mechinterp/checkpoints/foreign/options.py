@@ -72,9 +72,10 @@ class Hints:
 
     task: Mapping[str, object] | None = _hint(
         "Fields of the task of the training, if the file does not state them; default: those of the format's paper. "
-        "Not the law of --prompts. A JSON file, or JSON text such as '{\"noise_var\": 0}'; in Python also a TaskConfig or a dict.",
+        "They are the law of --prompts, too; unknown: --prompts have no known law. A JSON file, or JSON text such as "
+        "'{\"noise_var\": 0}'; in Python also a TaskConfig or a dict.",
         kind=str,
-        metavar="FILE.json|JSON",
+        metavar="FILE.json|JSON|unknown",
     )
     format: str | None = _hint("Format of the file, if its names do not show it.", metavar="NAME")
     d_x: int | None = _hint("Dimension of a covariate.", min=1)
@@ -173,11 +174,11 @@ def with_options(function: Function) -> Function:
     """Shows the fields of `Hints` as arguments of a function that takes them as `**options`, and their texts in place of
     `{options}` in its docstring."""
     shown, options = signature(function), fields(Hints)
-    path = next(iter(shown.parameters.values()))
+    own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
     named = [
         Parameter(o.name, Parameter.KEYWORD_ONLY, default=None, annotation=o.type) for o in options
     ]
-    function.__signature__ = shown.replace(parameters=[path, *named])  # type: ignore[attr-defined]
+    function.__signature__ = shown.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
     texts = "\n    ".join(f"{o.name}: {o.metadata['help']}" for o in options)
     function.__doc__ = cleandoc(str(function.__doc__)).replace("{options}", texts)
     return function

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, product
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -74,12 +75,13 @@ class Proof:
         )
 
 
-def prove(cases: Sequence[Case], recordings: Sequence[Recording]) -> Proof:
+def prove(cases: Sequence[Case], recordings: Sequence[Recording], file: Path) -> Proof:
     """The readings that give the recorded predictions.
 
     Args:
         cases: Usual readings of a file; their other choices are tried from here.
         recordings: Recorded predictions, all of which a proven reading gives.
+        file: File of the weights, for messages.
     Raises:
         NotUnderstoodError: If no reading gives them; the message has the nearest, its R², and the one factor that
             would explain the difference.
@@ -89,7 +91,7 @@ def prove(cases: Sequence[Case], recordings: Sequence[Recording]) -> Proof:
     search.go()
     proven = [case for case in search.ordered if search.difference(case) <= 1]
     if not proven:
-        raise NotUnderstoodError(_nearest(search))
+        raise NotUnderstoodError(f"{file}: {_nearest(search)}")
     proven = sorted(search.with_neighbours(proven), key=search.rank)
     different: list[Case] = []
     for case in proven:
