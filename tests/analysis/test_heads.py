@@ -159,9 +159,9 @@ def test_what_cannot_be_masked_is_refused(model, prompts):
         ablate_heads(model, prompts, method="median")
     with refused("n_heads", 12, 13):
         ablate_subsets(diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5), prompts)
-    with refused("prompts", 2, 1):
+    with refused("prompts", 8, 1):
         ablate_heads(model, prompts[:1])
-    with refused("2", "1"):
+    with refused("prompts", 8, 2):
         ablate_heads(model, prompts[:2], method="resample")
 
 
