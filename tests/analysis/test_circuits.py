@@ -131,5 +131,5 @@ def test_a_figure_has_a_frame_for_each_layer_on_a_scale_of_its_own():
 
 
 def test_what_has_no_weights_is_refused():
-    with refused("circuits", "without weights"):
+    with refused("circuits", "weights by name"):
         circuits(random_gpt2())
