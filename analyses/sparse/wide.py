@@ -15,7 +15,7 @@ from analyses.sparse.probes import written
 from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
 from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
 from mechinterp import Prompts, p_probe, probe_layers, prune
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.probing.linear import RAW
 from mechinterp.analysis.stats import mean_and_sem
 

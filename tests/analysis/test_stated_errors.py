@@ -194,7 +194,7 @@ CASES = {
     "fit of one head": Case(
         one_head, n_prompts=256, slow=True, run=partial(fit_learners, context_lengths=(40,))
     ),
-    "prune by one rule": Case(slow=True, run=prune),
+    "prune with a new read-out": Case(slow=True, run=partial(prune, refit=True)),
     "patch-positions": Case(n_prompts=24, seeds=100),
     "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
 }
