@@ -10,6 +10,7 @@ from torch import nn
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -108,3 +109,8 @@ def descent_checkpoint(folder: Path) -> Checkpoint:
 def first_prediction(logits: torch.Tensor) -> torch.Tensor:
     """Metric: prediction of the query's first response."""
     return logits[:, -1, 0]
+
+
+def first_response(predictions: torch.Tensor, prompts: Prompts) -> torch.Tensor:
+    """Metric: prediction of the query's first response."""
+    return predictions[:, 0]

@@ -24,6 +24,7 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.learners.compare import baselines
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def pool(self) -> torch.Tensor:
-        return mi.task_pool(replace(self.task, n_tasks=3))
+        return replace(self.task, n_tasks=3).pool()
 
     @property
     def all_heads(self) -> np.ndarray:
@@ -208,9 +209,10 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "circuits": lambda c: mi.circuits(c.source),
     "classify": lambda c: mi.classify(c.source, n_prompts=64),
     "classify_circuits": from_circuits,
-    "classify_layers": lambda c: mi.classify_layers(c.source, n_prompts=64),
+    "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
+    "response": lambda c: mi.response(c.source, n_prompts=512),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "composition_scores": lambda c: composition_scores(c.source),
     "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),
@@ -228,14 +230,14 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
     "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
-    "patch_positions": lambda c: mi.patch_positions(
+    "patch_activations": lambda c: mi.patch_activations(
         c.source, c.prompts()[:32], c.prompts(seed=1)[:32]
     ),
-    "faithfulness": lambda c: mi.faithfulness(
-        c.source, None, c.prompts()[:4], c.prompts(seed=1)[:4], sizes=[1]
+    "circuit_faithfulness": lambda c: mi.circuit_faithfulness(
+        c.source, None, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], sizes=[1]
     ),
     "attribute_edges": lambda c: mi.attribute_edges(
-        c.source, c.prompts()[:4], c.prompts(seed=1)[:4], ig_steps=2
+        c.source, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], ig_steps=2
     ),
     "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),

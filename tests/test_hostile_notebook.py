@@ -14,7 +14,7 @@ import torch
 import mechinterp as mi
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.icl.prompts import draw_prompts, task_pool
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
@@ -154,7 +154,7 @@ def test_an_analysis_is_the_same_in_every_mode(
 
 DRAWS: dict[str, Callable[[], object]] = {
     "prompts": lambda: draw_prompts(TaskConfig(d_x=8, sparsity=2), 16, seed=3).y,
-    "pool": lambda: task_pool(TaskConfig(d_x=8, sparsity=2, n_tasks=4)),
+    "pool": lambda: TaskConfig(d_x=8, sparsity=2, n_tasks=4).pool(),
     "initial weights": lambda: initial_weights(preset("softmax-h2")).W_Q,
     "initial stack": lambda: initial_deep_weights(preset("sparse-h4")).W_Q,
     "initial GPT-2": lambda: initial_deep_weights(

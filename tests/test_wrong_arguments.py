@@ -16,14 +16,16 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    classify_layers,
     fit_learners,
     hook_module,
+    jump_forecast,
     load,
     masked,
-    patch_positions,
+    patch_activations,
     predictor_of,
+    push_to_hub,
 )
+from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -82,8 +84,16 @@ REFUSED = {
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_positions(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=4),
         ["hook blocks.0."],
+    ),
+    "a hooked module for the hub": (
+        lambda: push_to_hub(hooked(), "someone/one"),
+        ["push_to_hub needs a checkpoint", "got a HookedModule", "module.state_dict()"],
+    ),
+    "a hooked module without a training": (
+        lambda: jump_forecast(hooked()),
+        ["jump_forecast needs a config", "got a HookedModule"],
     ),
     "an output that is no tensor": (lambda: hooked(Tupled()), ["read must be given", "got tuple"]),
     **{
@@ -257,4 +267,4 @@ def test_weights_beyond_all_bounds_give_no_warning():
         {name: torch.full_like(tensor, 1e200) for name, tensor in heads.tensors.items()}
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
-    assert classify(huge, n_prompts=64).pattern in ("undetermined", "other")
+    assert classify(huge, n_prompts=64).label in ("undetermined", "other")

@@ -22,7 +22,7 @@ from analyses.algorithms.families import (
     sparse,
 )
 from mechinterp.config import TaskConfig
-from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
+from mechinterp.icl.prompts import Prompts, covariance_matrix
 from mechinterp.models.constructions import descent
 from mechinterp.models.weights import Weights
 
@@ -72,7 +72,7 @@ def thirds(prompts: Prompts, penalty: float) -> Tensor:
 
 def likeliest(prompts: Prompts, task: TaskConfig, sharp: float) -> Tensor:
     """Task of the pool of the largest likelihood, and a part of the posterior mean."""
-    pool, c = task_pool(task).double(), Descent(prompts)
+    pool, c = task.pool().double(), Descent(prompts)
     rest = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
     logs = -rest.sum((2, 3)) / (2 * task.noise_var)
     p = sharp * torch.nn.functional.one_hot(logs.argmax(1), len(pool)) + (1 - sharp) * logs.softmax(
@@ -187,7 +187,7 @@ def on_tokens(prompts: Prompts, etas: list[float], gamma: float) -> Tensor:
 
 def by_logs(prompts: Prompts, task: TaskConfig) -> Tensor:
     """The posterior mean of the pool from moments of the pairs."""
-    pool, c, L = task_pool(task).double(), Descent(prompts), prompts.x.shape[1]
+    pool, c, L = task.pool().double(), Descent(prompts), prompts.x.shape[1]
     fit = torch.einsum("tdy,bdy->bt", pool, c.b)
     size = torch.einsum("tdy,bde,tey->bt", pool, c.S, pool)
     p = (L * (fit - size / 2) / task.noise_var).softmax(1)

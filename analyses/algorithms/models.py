@@ -21,7 +21,7 @@ from analyses.algorithms.new_families import NEW_GUISES, NEW_MISSES
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
+from mechinterp.icl.prompts import Prompts, covariance_matrix
 from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.constructions.stack import stack_of_layers
@@ -226,7 +226,7 @@ def ridge_alone(random: Random) -> Built:
 
 def memory(random: Random) -> Built:
     task = pooled(random)
-    return lambda p: dmmse(p, pool=task_pool(task), noise_var=task.noise_var), task, 0.0
+    return lambda p: dmmse(p, pool=task.pool(), noise_var=task.noise_var), task, 0.0
 
 
 def near_miss(family: Family) -> Build:

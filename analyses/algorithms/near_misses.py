@@ -12,7 +12,6 @@ from analyses.algorithms.learners import GD, GDPP, NEWTON, law_of
 from analyses.lib.theory.learners import lasso, nearest_neighbours, pcr
 from mechinterp import Prompts, TaskConfig
 from mechinterp.icl.predictors import dmmse, nadaraya_watson, ridge
-from mechinterp.icl.prompts import task_pool
 
 
 def with_intercept(prompts: Prompts, penalty: float) -> Tensor:
@@ -58,7 +57,7 @@ def shares(first: str, second: str, share: float) -> Family:
 
 def posterior(prompts: Prompts, task: TaskConfig, factor: float = 1, every: int = 1) -> Tensor:
     """Posterior mean for scaled noise, under every n-th task of the pool."""
-    pool = task_pool(task)[::every]
+    pool = task.pool()[::every]
     return dmmse(prompts, pool=pool, noise_var=factor * task.noise_var)
 
 
@@ -69,7 +68,7 @@ def pool_and_ridge(prompts: Prompts, task: TaskConfig, share: float) -> Tensor:
 
 def uneven_pool(prompts: Prompts, task: TaskConfig) -> Tensor:
     """Posterior mean under a prior in which half of the tasks have four times the weight."""
-    pool = task_pool(task).double()
+    pool = task.pool().double()
     prior = torch.where(torch.arange(len(pool)) % 2 == 0, 4.0, 1.0).double().log()
     misfit = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
     weight = (prior - misfit.sum((2, 3)) / (2 * task.noise_var)).softmax(1)

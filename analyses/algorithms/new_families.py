@@ -25,7 +25,7 @@ from analyses.algorithms.near_descents import ANY, SPARSE, extrapolated
 from analyses.algorithms.near_misses import neighbours, posterior
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, covariance_matrix, task_pool
+from mechinterp.icl.prompts import Prompts, covariance_matrix
 from mechinterp.models.constructions import descent
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.run.predictor import predictor_of
@@ -164,7 +164,7 @@ def penalty_along_the_chain(prompts: Prompts, task: TaskConfig, penalty: float) 
 
 def heavy_tails(prompts: Prompts, task: TaskConfig, freedom: float) -> Tensor:
     """Posterior mean under the pool for Student's noise."""
-    pool = task_pool(task).double()
+    pool = task.pool().double()
     rest = (prompts.y[:, None].double() - prompts.x[:, None].double() @ pool).square()
     logs = -(freedom + 1) / 2 * torch.log1p(rest / (freedom * task.noise_var))
     return Descent(prompts).read((logs.sum((2, 3)).softmax(1)[..., None, None] * pool).sum(1))
@@ -241,7 +241,7 @@ def recursive_ridge(prompts: Prompts, penalty: float) -> Tensor:
 
 def pair_by_pair(prompts: Prompts, task: TaskConfig) -> Tensor:
     """Posterior mean under the pool, updated pair by pair."""
-    pool = task_pool(task).double()
+    pool = task.pool().double()
     p = torch.full((len(prompts), len(pool)), 1 / len(pool)).double()
     for x, y in zip(prompts.x.unbind(1), prompts.y.unbind(1), strict=True):
         rest = y[:, None, None].double() - x[:, None, None].double() @ pool

@@ -37,7 +37,7 @@ def verdict(case: Case, label: str) -> str:
 
 
 def labels_of(cases: Iterable[Case], thresholds: Thresholds) -> list[str]:
-    return [classify(case.weights, task=case.task, thresholds=thresholds).pattern for case in cases]
+    return [classify(case.weights, task=case.task, thresholds=thresholds).label for case in cases]
 
 
 def labelled(cases: list[Case]) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from analyses.lib import Measured
 from analyses.lib.measured import ROOT
-from mechinterp import ablate, attribute_edges, faithfulness, load
+from mechinterp import ablate, attribute_edges, circuit_faithfulness, load
 from mechinterp.analysis.patching.edges import EdgeEffects
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def rankings(
     scores, seconds = None, {}
     for method, steps in STEPS.items():
         start = time.process_time()
-        found: EdgeEffects = attribute_edges(model, clean, corrupted, ig_steps=steps)
+        found: EdgeEffects = attribute_edges(model, clean, corrupted=corrupted, ig_steps=steps)
         seconds[method] = time.process_time() - start
         frame = found.to_frame().set_index(["from", "to"])
         scores = pd.DataFrame({"patched": frame["patched"]}) if scores is None else scores
@@ -58,14 +58,14 @@ def rankings(
 
 def rows_of(name: str, seed: int) -> list[dict[str, object]]:
     model = load(ROOT / "checkpoints" / name)
-    prompts = clean_and_corrupted(model, None, None, n_prompts=N_PROMPTS, seed=seed)
-    scores, seconds = rankings(model, *prompts, seed)
+    clean, corrupted = clean_and_corrupted(model, None, None, n_prompts=N_PROMPTS, seed=seed)
+    scores, seconds = rankings(model, clean, corrupted, seed)
     truth = scores["patched"].abs()
     matter = truth > MATTERS * truth.max()
     rows = []
     for method in METHODS:
         order = scores.sort_values(method, ascending=False, kind="stable")
-        circuit = faithfulness(model, order, *prompts)
+        circuit = circuit_faithfulness(model, order, clean, corrupted=corrupted)
         rows.append(
             {"model": name, "seed": seed, "method": method, "edges": len(scores)}
             | {"matter": int(matter.sum()), "spearman": spearmanr(scores[method], truth).statistic}

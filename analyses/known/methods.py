@@ -115,7 +115,7 @@ def label(entry: Entry) -> Answer:
     """The label of this package."""
     model = entry.checkpoint
     one = model.config.model.one_attention
-    return {"label": classify(model).pattern if one else name_algorithm(model).label}
+    return {"label": classify(model).label if one else name_algorithm(model).label}
 
 
 def components(entry: Entry) -> Answer:

@@ -25,7 +25,7 @@ def edges(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> tuple[np.nda
     """Effect of each edge, and the largest difference to `edges_again`."""
     again = edges_again(model, clean, corrupted)
     found = np.full_like(again, np.nan)
-    for edge in attribute_edges(model, clean, corrupted).to_frame().to_dict("records"):
+    for edge in attribute_edges(model, clean, corrupted=corrupted).to_frame().to_dict("records"):
         found[edge_place(edge["from"], edge["to"])] = edge["patched"]
     return found, _difference(found, again)
 

@@ -31,7 +31,7 @@ from analyses.lib.deep_pack import DeepPack
 from mechinterp import load, override, preset
 from mechinterp.config import ExperimentConfig
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import draw_prompts, task_pool
+from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.general import predict_at_every
 from mechinterp.models.run.predictor import predictions_after
 
@@ -82,7 +82,7 @@ class Reference:
         pooled = replace(task, n_tasks=task.n_tasks or COMPARED)
         of = task if kind == "new" and task.n_tasks is None else pooled
         prompts = draw_prompts(of, N_PROMPTS, dtype=torch.float64, new_tasks=kind == "new")
-        self.prompts, pool = prompts.to(device), task_pool(pooled).to(device)
+        self.prompts, pool = prompts.to(device), pooled.pool().to(device)
         learned = (
             partial(dmmse, pool=pool, noise_var=task.noise_var),
             partial(ridge, penalty=task.posterior_penalty),

@@ -24,7 +24,7 @@ from analyses.lib.measured import parsed, parser_of
 from analyses.pools.prior_heads import prior_heads
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
-from mechinterp import compare_priors, load, over_steps, task_pool
+from mechinterp import compare_priors, load, over_steps
 from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
@@ -96,8 +96,8 @@ def measured(name: str, checkpoint: Checkpoint, n_prompts: int) -> list[dict[str
     """Tables of one model, one set for each pool that it is compared with."""
     task = checkpoint.task
     if task.n_tasks is not None:
-        return [tables_of(name, checkpoint, task_pool(task), n_prompts, own=True)]
-    pools = [task_pool(replace(task, n_tasks=n_tasks)) for n_tasks in OTHERS]
+        return [tables_of(name, checkpoint, task.pool(), n_prompts, own=True)]
+    pools = [replace(task, n_tasks=n_tasks).pool() for n_tasks in OTHERS]
     return [tables_of(name, checkpoint, pool, n_prompts, own=False) for pool in pools]
 
 

@@ -16,7 +16,7 @@ import torch
 from analyses.lib import RESULTS
 from analyses.lib.measured import parsed, parser_of
 from analyses.lib.theory.linear_pools import pool_optimum
-from mechinterp import compare_priors, load, task_pool
+from mechinterp import compare_priors, load
 
 POOLS = (1, 2, 4, 8, 64)
 
@@ -44,7 +44,7 @@ def rows_of(runs: Path, n_tasks: int, n_prompts: int) -> list[dict[str, object]]
                     | {"risk_sem": found.risk_ridge_sem[at]},
                 ]
     best = pool_optimum(
-        task_pool(replace(task, n_tasks=n_tasks))[..., 0].numpy(),
+        replace(task, n_tasks=n_tasks).pool()[..., 0].numpy(),
         torch.ones(task.d_x).numpy(),
         context_length=task.context_length,
         noise_var=task.noise_var,

@@ -15,7 +15,7 @@ import pandas as pd
 from analyses.lib import RESULTS
 from analyses.lib.measured import checkpoint, parsed, parser_of, shipped
 from analyses.pools.map import ONLY_FULL, OTHERS
-from mechinterp import compare_priors, load, task_pool
+from mechinterp import compare_priors, load
 from mechinterp.analysis.learners.priors import KINDS, PriorComparison
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
@@ -59,7 +59,7 @@ def main() -> None:
         compared_with = task.n_tasks or OTHERS[0]
         about = {"model": name, "layers": config.model.n_layers, "n_tasks": task.n_tasks}
         about |= {"seed": config.seed, "compared_with": compared_with}
-        pool = task_pool(replace(task, n_tasks=compared_with))
+        pool = replace(task, n_tasks=compared_with).pool()
         for seed in range(given.seeds):
             found = compare_priors(
                 model,

@@ -53,7 +53,7 @@ def pack_rows(pack: Pack, arm: str) -> list[dict]:
         found = classify(weights, task=task)
         active = [label for label in found.labels if label != "dummy"]
         row = {"arm": arm, "n_heads": n_heads, "seed": config.seed, "step": pack.step}
-        row |= {"pattern": found.pattern, "one_sign": one_sign(weights, found.labels)}
+        row |= {"pattern": found.label, "one_sign": one_sign(weights, found.labels)}
         row |= {"active": len(active), "dummies": n_heads - len(active)}
         row["eval_loss"] = pack.rows["eval_loss"][-1][index].item()
         rows.append(row | {"substitution_r2": found.substitution.r2})

@@ -61,7 +61,7 @@ def pair_row(name: str, n_prompts: int) -> dict[str, float | str]:
     losses = shared_losses({name: model}, model.task, n_prompts=n_prompts, seed=1)
     return {
         "model": name,
-        "pattern": classify(model).pattern,
+        "pattern": classify(model).label,
         "rho": model.task.covariance.rho,
         "off_tridiagonal": off_tridiagonal(QK),
         "ov_last_entry": circuits(model).ov_last_entry.min(),

@@ -70,7 +70,7 @@ def group_spread(found: Classification) -> float:
 
 
 def is_pattern(pattern: str) -> Measure:
-    return lambda found: float(found.pattern == pattern)
+    return lambda found: float(found.label == pattern)
 
 
 ASKED: dict[tuple[str, int], dict[str, Measure]] = {
@@ -159,7 +159,7 @@ def measure(quick: bool) -> Measured:
             shown |= circuit_pages(f"{convention}-h{n_heads}-s0")
             for name, one in found.items():
                 loss = checkpoint(name).history["eval_loss"].iloc[-1]
-                frame = one.to_frame().assign(model=name, pattern=one.pattern, eval_loss=loss)
+                frame = one.to_frame().assign(model=name, pattern=one.label, eval_loss=loss)
                 frames.append(frame.assign(mode=mode))
     made += [losses(convention) for convention in SUFFIX]
     table, more = table_2()

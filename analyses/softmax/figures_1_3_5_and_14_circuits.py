@@ -61,7 +61,7 @@ def measure(quick: bool) -> Measured:
     singles = {name: circuits(checkpoint(name)) for name in trained("softmax-h1-s*")}
     omega = {name: abs(found.omega_mean[0, 0]) for name, found in singles.items()}
     mu = {name: abs(found.mu[0, 0, 0]) for name, found in singles.items()}
-    smoothers = {name: float(label(name).pattern == "kernel_regression") for name in singles}
+    smoothers = {name: float(label(name).label == "kernel_regression") for name in singles}
     asked |= {"S1-smoother": smoothers, "S1-omega": omega, "S1-mu": mu}
     asked |= {"S1-theory-omega": omega, "S1-theory-mu": mu}
     four = {name: dynamics(name) for name in trained("softmax-h4-s*")}

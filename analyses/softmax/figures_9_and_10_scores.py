@@ -29,13 +29,13 @@ def moved(family: str, name: str) -> dict[str, object]:
 
 def measure(quick: bool) -> Measured:
     names = [name for pattern in PATTERNS for name in trained(pattern)]
-    paired = {name for name in names if label(name).pattern == "debiased_gd"}
-    data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).pattern) for n in names])
+    paired = {name for name in names if label(name).label == "debiased_gd"}
+    data = pd.concat([label(n).to_frame().assign(model=n, pattern=label(n).label) for n in names])
     pages = {}
     for name in (one for one in names if one.endswith("s0")):
         pages |= circuit_pages(name) | scale_pages(name)
     chosen = [(family, n) for family, pattern in FAMILIES.items() for n in trained(pattern)]
-    rows = [moved(*one) for one in chosen if label(one[1]).pattern == "debiased_gd"]
+    rows = [moved(*one) for one in chosen if label(one[1]).label == "debiased_gd"]
     training = pd.DataFrame(rows)
     heights = training.groupby("family", sort=False).overshoot.agg(["min", "max"]).itertuples()
     text = "; ".join(f"{family} {low:.1f} to {high:.1f}" for family, low, high in heights)

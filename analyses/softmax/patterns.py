@@ -65,7 +65,7 @@ def twists(name: str) -> np.ndarray:
 
 def of_one_sign(quick: bool) -> tuple[pd.DataFrame, list[Record]]:
     """Pairs that ended with one sign, whose antisymmetric parts cancel."""
-    names = [n for n in several() if label(n).pattern == "kernel_regression"]
+    names = [n for n in several() if label(n).label == "kernel_regression"]
     n_prompts, rows = 2_000 if quick else 200_000, []
     for name in names:
         first, second = twists(name)
@@ -97,7 +97,7 @@ def measure(quick: bool) -> Measured:
     heads = pd.concat([head_rows(name) for name in names])
     totals = pd.DataFrame([sums(name) for name in paired()]).set_index("model")
     over = {"selection": "seeds 8 to 11 of two heads were added to ship models that do not"}
-    both = {name: float(label(name).pattern == "debiased_gd") for name in several()}
+    both = {name: float(label(name).label == "debiased_gd") for name in several()}
     dummies = heads[heads.dummy].groupby("model", sort=False)
     removed = {name: without_dummies(name) for name in dummies.groups}
     entry = heads[heads.strong].groupby("model", sort=False).ov_last_entry.min()

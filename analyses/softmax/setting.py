@@ -40,7 +40,7 @@ def several() -> list[str]:
 
 def paired(pattern: str = "softmax-h[2348]-s*") -> list[str]:
     """Models that ended with heads of both signs, as a debiased step."""
-    return [name for name in trained(pattern) if label(name).pattern == "debiased_gd"]
+    return [name for name in trained(pattern) if label(name).label == "debiased_gd"]
 
 
 def active(name: str, least: float = 0.3) -> np.ndarray:

@@ -21,7 +21,7 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
     debiased = fits.learners.index("debiased_gd")
     return {
         "model": checkpoint.name,
-        "pattern": found.pattern,
+        "pattern": found.label,
         "active_heads": sum(label != "dummy" for label in found.labels),
         "omega": np.average(np.abs(omega), weights=np.abs(mu)),
         "positive_mu": mu[mu > 0].sum(),

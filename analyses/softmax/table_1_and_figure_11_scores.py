@@ -34,7 +34,7 @@ def row(name: str) -> dict:
     score = model.config.model
     slope = score_derivative_at_zero(score.score, score.score_slope, context_length=40)
     sums = {"omega": omega.mean(), "mu": mu.mean(), "product": slope * float((omega * mu).sum())}
-    return {"model": name, "pattern": classify(model).pattern} | sums
+    return {"model": name, "pattern": classify(model).label} | sums
 
 
 def figure_11(quick: bool) -> Measured:

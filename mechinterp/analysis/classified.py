@@ -145,7 +145,7 @@ LEFT_OUT = (
 class Classified(Result):
     """Label of a model, with the fields that all kinds of models share."""
 
-    pattern: str
+    label: str
     reason: str
     """One sentence: the number that decided."""
     near: Nearby
@@ -209,8 +209,8 @@ class Classified(Result):
 
     @property
     def headline(self) -> str:
-        """The pattern."""
-        return self.pattern
+        """The label."""
+        return self.label
 
     @property
     def loss_text(self) -> str:
@@ -225,7 +225,7 @@ class Classified(Result):
         return [*lines, self.left_out] if self.left_out else lines
 
     def __repr__(self) -> str:
-        return "\n".join([f"{type(self).__name__}({self.pattern})", *self.summary])
+        return "\n".join([f"{type(self).__name__}({self.label})", *self.summary])
 
     def document(self, heads: list[dict], evidence: dict[str, object]) -> dict:
         """Fields of the JSON document; evidence that every model has is added."""
@@ -239,7 +239,7 @@ class Classified(Result):
             "learners": self.near.records(),
         }
         return {
-            "pattern": self.pattern,
+            "pattern": self.label,
             "reason": self.reason,
             "heads": heads,
             "evidence": evidence | of_all,

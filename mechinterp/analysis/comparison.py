@@ -161,7 +161,7 @@ def compare(
         mu, active = found.circuits.mu[0].mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
-            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.pattern}
+            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.label}
             | estimates(loss=mean_and_sem(torch.cat(losses).numpy()))
             | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
             | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
@@ -221,8 +221,9 @@ def models_frame(
         n_prompts: Number of prompts for each classification.
     Raises:
         CheckpointError: If a model that has not diverged has no checkpoint, or a broken one.
+        ValueError: If there is no model, or the folder is no path.
     See also:
-        `train_models`, `load_run`.
+        `train_models`, `load`.
     Example:
         >>> from mechinterp.checkpoints.checkpoint import load
         >>> models = {name: load(f"checkpoints/{name}").config for name in ("softmax-h1-s0", "softmax-h2-s0")}
@@ -231,6 +232,10 @@ def models_frame(
         0  softmax-h1-s0              1  kernel_regression
         1  softmax-h2-s0              2        debiased_gd
     """
+    if not isinstance(run_folder, str | Path):
+        raise ValueError(f"run_folder must be a path, got {run_folder!r}.")
+    if not models:
+        raise ValueError("models_frame needs at least one model, got none.")
     lost = diverged or {}
     rows = []
     for name, config in models.items():
@@ -256,4 +261,4 @@ def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
     if checkpoint.history is not None:
         losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
     label = classify(checkpoint, n_prompts=n_prompts)
-    return {"steps": checkpoint.step, **losses, "pattern": label.pattern, **label.of_a_row}
+    return {"steps": checkpoint.step, **losses, "pattern": label.label, **label.of_a_row}

@@ -248,7 +248,7 @@ def over_steps(
     """Any analysis at each saved step of a training, on the same prompts.
 
     Args:
-        source: A checkpoint with snapshots, a run of files (`load_run`), or a module that a `Monitor` watched.
+        source: A checkpoint with snapshots, a run of files (`load`), or a module that a `Monitor` watched.
         analysis: Name in `ANALYSES`, "module:function", or a function.
         prompts: Given prompts; None: they are drawn.
         task: Law of the prompts; None: the model's own.
@@ -259,7 +259,7 @@ def over_steps(
     Raises:
         ValueError: If the source has no snapshots, or as the analysis does.
     See also:
-        `classify`, `ablate`, `history`, `load_run`.
+        `classify`, `ablate`, `history`, `load`.
     Example:
         >>> from mechinterp import load
         >>> over_steps(load("checkpoints/softmax-h2-s0"), "classify", n_prompts=64)

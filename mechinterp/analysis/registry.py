@@ -226,6 +226,7 @@ class Analysis:
 
 
 ENTRIES = (
+    Analysis("response.response:response", on_page=nothing, title="What it does with a prompt"),
     Analysis(
         "one_layer.classify:classify",
         on_page=nothing,
@@ -277,7 +278,7 @@ ENTRIES = (
     Analysis("probing.linear:probe", on_page=more_than_attention, title="Probes"),
     Analysis("probing.linear:p_probe"),
     Analysis("probing.read_out_by_layer:read_out_by_layer", on_page=more_than_attention),
-    Analysis("patching.positions:patch_positions", many_runs=True),
+    Analysis("patching.activations:patch_activations", many_runs=True),
     Analysis(
         "patching.edges:attribute_edges",
         edges_to_patch,
@@ -286,7 +287,7 @@ ENTRIES = (
         title="Edges between heads",
     ),
     Analysis(
-        "patching.edges:faithfulness",
+        "patching.circuit:circuit_faithfulness",
         edges_to_patch,
         many_runs=True,
     ),
@@ -307,7 +308,7 @@ ANALYSES = {each.name: each for each in ENTRIES}
 
 
 def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
-    """Name and analysis for a name, a `module:function`, or a function.
+    """Name and analysis for a name (with - or _), a `module:function`, or a function.
 
     Modules in the current folder are found too.
 
@@ -317,9 +318,9 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     if callable(named):
         analysis = Analysis(named)
         return analysis.name, analysis
-    if ":" in named:
+    if isinstance(named, str) and ":" in named:
         return analysis_of(own_function(named))
-    name = named.replace("_", "-")
+    name = named.replace("_", "-") if isinstance(named, str) else None
     if name not in ANALYSES:
         raise ValueError(
             f"An analysis must be one of {', '.join(ANALYSES)}, or module:function, got {named!r}."

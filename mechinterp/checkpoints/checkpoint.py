@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
+from mechinterp.checkpoints.native.card import card_of, training_in_words
 from mechinterp.checkpoints.native.folder import (
     FILES,
     SNAPSHOTS,
@@ -347,31 +347,41 @@ class Checkpoint(Run):
         vars(self)["weights"] = None  # from now on the predictor has them
         return predictor
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Checkpoint":
-        """Checkpoint in a folder; `mechinterp.from_pretrained` also takes names and repositories.
+    def card(
+        self, *, source: str | None = None, licence: str = "mit", verdict: str = "", loss: str = ""
+    ) -> str:
+        """Model card: architecture, task, training, and how to load the model.
 
-        Raises:
-            CheckpointError: As `load` does.
+        Args:
+            source: Argument for `load` in the card; None: the checkpoint's name.
+            licence, verdict, loss: As for `card_of`.
         Example:
-            >>> Checkpoint.from_pretrained("checkpoints/softmax-h2-s0")
-            Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+            >>> print(load("checkpoints/softmax-h2-s0").card().splitlines()[-9])
+            | trained | 500,001 steps of 256 prompts at learning rate 0.001, seed 0 |
         """
-        return load(folder)
+        return card_of(
+            self.name,
+            self.config.model,
+            self.task,
+            training_in_words(self.config, self.step, self.origin, native=self.format == "native"),
+            source=source or self.name,
+            licence=licence,
+            verdict=verdict,
+            loss=loss,
+        )
 
     def save_pretrained(self, folder: str | Path, *, card: str | None = None) -> None:
         """Write a folder with config.json, model.safetensors, history and snapshots if there are
         any, and the model card README.md.
 
         Args:
-            card: Text of the card; None: that of `model_card`; empty: no card is written.
+            card: Text of the card; None: what the checkpoint itself knows, without a label; empty:
+                no card is written.
         Raises:
             CheckpointError: If the folder is not empty or cannot be written.
         """
         if card is None:
-            # The card has the result of `classify`, from a higher layer of the package.
-            hub = import_module("mechinterp.report.hub")
-            card = hub.model_card(self, source=Path(folder).absolute().name)
+            card = self.card(source=Path(folder).absolute().name)
         save(
             folder,
             self.config,
@@ -396,7 +406,10 @@ def checkpoint_of(source: object, purpose: str) -> Checkpoint:
         ValueError: If it is another model.
     """
     if not isinstance(source, Checkpoint):
-        raise ValueError(f"{purpose} needs a checkpoint, got a {type(source).__name__}.")
+        kind = type(source).__name__
+        way = "; torch.save(module.state_dict(), 'weights.pt') writes one, and load('weights.pt') reads it"
+        hint = way if hasattr(source, "hooked") else ""
+        raise ValueError(f"{purpose} needs a checkpoint, got a {kind}{hint}.")
     return source
 
 

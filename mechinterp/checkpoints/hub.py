@@ -1,70 +1,54 @@
-"""Checkpoints from the Hugging Face hub through its own library, with its revisions, cache and
+"""Downloads from the Hugging Face hub through its own library, with its revisions, cache and
 offline mode."""
 
 import re
 from pathlib import Path
 from types import ModuleType
 
-from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import CheckpointError, one_line
-from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS
-from mechinterp.checkpoints.shipped import shipped_path
 
 WANTED = ("config.json", "config.yaml", WEIGHTS, SNAPSHOTS, "history.parquet", "state.pt", "*.bin")
 """Files of a repository that define a model; no others are downloaded."""
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FILE = re.compile(r"\.[a-z][a-z0-9]*$")
+"""End of a name that is a file's, and no repository's."""
 
 
-def from_pretrained(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    token: str | bool | None = None,
-) -> Checkpoint:
-    """Checkpoint in a folder, of a shipped model, or in a repository of the hub.
+def is_repository(path: str | Path) -> bool:
+    """True for "owner/repository" if there is no folder `owner` here.
+
+    Example:
+        >>> is_repository("owner/model"), is_repository("checkpoints/model"), is_repository("model")
+        (True, False, False)
+    """
+    name = Path(path).as_posix()
+    named = REPOSITORY.fullmatch(name) is not None and FILE.search(name) is None
+    return named and not Path(name).parent.exists()
+
+
+def downloaded(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
+    """Folder with the files of a repository, in the cache of the hub's library.
 
     Args:
-        name: Name of an existing folder or file, else of a shipped model, else "owner/repository".
-        revision: Branch, tag or commit of the repository.
-        cache_dir: Folder for downloads; None means that of the hub's library.
-        local_files_only: True: use the cache only, without network, as HF_HUB_OFFLINE=1 does.
-        token: Account token for private repositories; None means that of the current login.
+        revision: Branch, tag or commit; None: the main branch.
+        token: Account token for private repositories; None: that of the current login.
     Raises:
-        CheckpointError: If there is no such model, or it cannot be downloaded or read.
-    See also:
-        `load`, `push_to_hub`.
-    Example:
-        >>> from_pretrained("softmax-h2-s0")
-        Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+        CheckpointError: If it cannot be downloaded, or the extra `hub` is not installed.
     """
-    path = shipped_path(name)
-    if path.exists() or not REPOSITORY.fullmatch(str(name)):
-        if revision is not None:
-            raise CheckpointError(
-                f"{path}: revision needs a repository of the hub, got {revision!r} for a local path."
-            )
-        return load(path)
-    hub = hub_library()
+    hub = hub_library(name)
     try:
         folder = hub.snapshot_download(
-            str(name),
-            revision=revision,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            token=token,
-            allow_patterns=list(WANTED),
+            name, revision=revision, token=token, allow_patterns=list(WANTED)
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: cannot be downloaded from the hub ({one_line(error)})."
+            f"{name}: neither a path here nor downloaded from the hub ({one_line(error)})."
         ) from None
-    return load(folder)
+    return Path(folder)
 
 
-def hub_library() -> ModuleType:
+def hub_library(name: str = "A repository of the hub") -> ModuleType:
     """The library huggingface_hub, from the extra `hub`.
 
     Raises:
@@ -74,6 +58,7 @@ def hub_library() -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise CheckpointError(
-            "Repositories of the hub need huggingface_hub: pip install 'mechinterp-icl[hub]'."
+            f"{name}: does not exist here; a repository of the hub needs huggingface_hub: "
+            "pip install 'mechinterp-icl[hub]'."
         ) from None
     return huggingface_hub

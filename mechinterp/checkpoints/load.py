@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from glob import glob
+from glob import glob, has_magic
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints, with_options
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_of
+from mechinterp.checkpoints.hub import downloaded, is_repository
 from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError, naming
 from mechinterp.checkpoints.io.tensor_files import (
     BESIDE,
@@ -165,29 +166,54 @@ TARGETS = ("native", FORMAT, "npz")
 
 
 @with_options
-def load(path: str | Path, **options: object) -> Checkpoint:
-    """Checkpoint at a path or of a shipped model: a folder of this package, or a file of external
-    code.
+def load(
+    path: str | Path | Sequence[str | Path],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **options: object,
+) -> Checkpoint:
+    """Checkpoint at a path, of a shipped model or in a repository of the hub: a folder of this
+    package, a file of external code, or the files of a run.
 
     The options state what an external file does not state. Settings that stay open are tried or
     assumed, and `assumed` lists them. `FORMATS` lists the formats, which are recognised by the
     names of the tensors.
 
+    A run is the last of its checkpoints, with the weights of all as `snapshots`, and with their
+    losses on the same evaluation prompts as `history`. Open settings are decided on the last file.
+
     Args:
-        path: A local path, or else the name of a shipped model, such as "softmax-h2-s0".
+        path: A local path; else the name of a shipped model, such as "softmax-h2-s0"; else
+            "owner/repository" of the Hugging Face hub. A folder whose file names are recognised as
+            steps is a run, and so are a pattern such as "runs/mine/model_*.pt" and a list of files,
+            whose names differ in one number only.
+        revision: Branch, tag or commit of a repository of the hub; None: the main branch.
+        token: Account token for a private repository; None: that of the current login.
         {options}
     Raises:
-        CheckpointError: If there is nothing readable, the file was not understood, or an argument
-            contradicts the file.
+        CheckpointError: If there is nothing readable, the file was not understood, an argument
+            contradicts the file, names do not show the steps of a run, or shapes differ in it.
         ValueError: If an argument is out of range.
     See also:
-        `load_run`, `from_pretrained`, `hook_module`.
+        `hook_module`, `over_steps`, `push_to_hub`.
     Example:
         >>> load("checkpoints/softmax-h2-s0")
         Checkpoint(softmax-h2-s0: 2 heads, d_x=5, context_length=40, step 500001)
+        >>> import tempfile
+        >>> model = load("softmax-h2-s0")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (1000, 2000):
+        ...         files = convert(model.at(step), "npz", f"{folder}/step_{step}.npz")
+        ...     load(folder).steps
+        [1000, 2000]
     """
     hints = _hints(options)
-    path = shipped_path(path)
+    if not isinstance(path, str | Path | os.PathLike):
+        return _run_at(path, hints)
+    path = _local(path, revision, token)
+    if not os.path.lexists(path) and has_magic(str(path)):
+        return _run_at(path, hints)
     with naming(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
             return _understood(_run(steps, hints), hints)
@@ -195,6 +221,18 @@ def load(path: str | Path, **options: object) -> Checkpoint:
         if isinstance(stored, Stored):
             stored = replace(read_foreign([stored], hints), path=path)
         return _understood(stored, hints)
+
+
+def _local(path: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    """Path of a file or folder here, which a repository of the hub becomes by its download."""
+    local = shipped_path(path)
+    if not os.path.lexists(local) and is_repository(local):
+        return downloaded(local.as_posix(), revision=revision, token=token)
+    if revision is not None:
+        raise CheckpointError(
+            f"{path}: revision needs a repository of the hub, got {revision!r} for a local path."
+        )
+    return local
 
 
 def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
@@ -206,54 +244,25 @@ def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
     )
 
 
-def load_run(path: str | Path | Sequence[str | Path], **options: object) -> Checkpoint:
-    """Run of checkpoints at a path, of any format: the last one, with the weights of all as
-    `snapshots`.
-
-    Settings that the files leave open are decided once, on the last file, and used for all.
-    `history` has the loss of each on the same evaluation prompts. `load` does the same for a folder
-    whose file names are recognised as steps.
-
-    Args:
-        path: A folder, a pattern such as "runs/mine/step_*.pt", or a list of files. Their names
-            differ in the step number only (step_1000.pt, checkpoint-2000/, epoch=3.ckpt).
-        options: Arguments of `load`.
-    Raises:
-        CheckpointError: If the names do not show the steps, the shapes differ, or a file cannot be
-            read.
-        ValueError: If an argument is out of range.
-    See also:
-        `load`, `over_steps`.
-    Example:
-        >>> import tempfile
-        >>> model = load("softmax-h2-s0")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (1000, 2000):
-        ...         files = convert(model.at(step), "npz", f"{folder}/step_{step}.npz")
-        ...     load_run(folder).steps
-        [1000, 2000]
-    """
-    steps, hints = _steps_at(path), _hints(options)
+def _run_at(path: str | Path | Sequence[str | Path], hints: Hints) -> Checkpoint:
+    """Run of a pattern or of a list of files."""
+    steps = _steps_at(path)
     with naming(next(iter(steps.values())).parent):
         return _understood(_run(steps, hints), hints)
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
-    """Checkpoints in a folder, of a pattern, or of a list, by step.
+    """Checkpoints of a pattern or of a list, by step.
 
     Raises:
         CheckpointError: If there are none, or their names do not show the step.
     """
-    if not isinstance(path, str | Path):
-        paths = [Path(each) for each in path]
-    elif Path(path).is_dir():
-        paths = checkpoints_in(Path(path))
-    else:
+    if isinstance(path, str | Path):
         paths = sorted(Path(each) for each in glob(str(path)))
+    else:
+        paths = [Path(each) for each in path]
     if not paths:
-        raise CheckpointError(
-            f"{path}: must be a folder with checkpoints, or a pattern that matches some; found none."
-        )
+        raise CheckpointError(f"{path}: must be a pattern that matches checkpoints; found none.")
     steps = steps_of(paths, one_run=True)
     if not steps:
         raise CheckpointError(
@@ -351,7 +360,7 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
         return exchange.read_exchange(path)
     files = sorted(filter(is_weights, path.iterdir()))
     if len(files) > 1:
-        rule = f"has several files of weights; name one of {_listed(files)}"
+        rule = f"has several files of weights; name one of {_listed(files)}, or a pattern for the steps of one run"
         raise CheckpointError(f"{path}: {rule}.")
     if not files and any((path / name).exists() for name in ORBAX):
         raise CheckpointError(f"{path}: {FROM_ORBAX}.")

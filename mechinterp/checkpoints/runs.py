@@ -23,7 +23,7 @@ Self = TypeVar("Self", bound="Run")
 
 
 class Run:
-    """A model with snapshots of its training, from files (`load`, `load_run`) or from a `Monitor`.
+    """A model with snapshots of its training, from files (`load`) or from a `Monitor`.
 
     Subclasses also have name, task, step, history (one row per step, layer and head), snapshots
     (models by step, which every analysis takes), model (with hooks) and predictor."""

@@ -57,6 +57,10 @@ fit = command_of(
     "fit-learners",
     "Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0",
 )
+response = command_of(
+    "response",
+    "Measure what the model does with a prompt, without a label. Example: mechinterp response MODEL",
+)
 
 
 @reads_files(device=True, request=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune, score
+from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune, response, score
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import option
@@ -87,6 +87,7 @@ for run_command in (
     sweep,
     predict_jumps,
     classify,
+    response,
     ablate,
     prune,
     probe,

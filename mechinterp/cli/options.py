@@ -265,10 +265,10 @@ class Files:
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to
         standard error."""
-        from mechinterp.checkpoints.load import load, load_run
+        from mechinterp.checkpoints.load import load
 
         given: dict[str, Any] = dict(self.hints.given)
-        checkpoint = load(path, **given) if isinstance(path, Path) else load_run(path, **given)
+        checkpoint = load(path, **given)
         if self.device != "cpu":
             checkpoint = checkpoint.to(self.device)
         if context_length is not None and LENGTH in checkpoint.assumed:

@@ -364,8 +364,8 @@ def override(config: ExperimentConfig, *assignments: str) -> ExperimentConfig:
     """
     values = asdict(config)
     for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals:
+        name, equals, text = str(assignment).partition("=")
+        if not equals or not isinstance(assignment, str):
             raise ValueError(f"An assignment must have the form field=value, got {assignment!r}.")
         value_of(config, name)
         *parents, last = name.split(".")

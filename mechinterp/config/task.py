@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import InitVar, asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from mechinterp.fields import MAX_SIZE, Rules, build, set_checked
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
 COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 NONZEROS = ("gaussian", "signs")
@@ -261,6 +265,24 @@ class TaskConfig:
         task = TaskConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
         object.__setattr__(task, "_given", task.given - set(names))
         return task
+
+    def pool(self) -> "Float[Tensor, 'task d_x d_y']":
+        """Pool of task vectors, in float64; it depends on their law, n_tasks and task_seed only.
+
+        Raises:
+            ValueError: If the task has no pool.
+        Source:
+            Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
+        Example:
+            >>> tuple(TaskConfig(d_x=3, n_tasks=16).pool().shape)
+            (16, 3, 1)
+        """
+        from mechinterp.config.vectors import pool_of  # torch is slow to import
+
+        if self.n_tasks is None:
+            raise ValueError("task.n_tasks must be a number for a task with a pool, got null.")
+        same = {"context_length": 1, "covariance": CovarianceConfig(), "noise_var": 0.0}
+        return pool_of(replace(self, **same, query_noise=True, n_sequences=None)).clone()
 
     @property
     def in_words(self) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, filtered, without_path
 from mechinterp.icl.predictors import dmmse
-from mechinterp.icl.prompts import task_pool
 
 
 def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor]:
@@ -83,7 +82,7 @@ def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
 
 def _posterior_mean(moments: PromptMoments) -> Tensor:
     task = moments.task
-    return dmmse(moments.prompts, pool=task_pool(task), noise_var=task.noise_var)
+    return dmmse(moments.prompts, pool=task.pool(), noise_var=task.noise_var)
 
 
 ETA = Scalar("eta", lambda moments: 1 / moments.curvature)

@@ -137,20 +137,20 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     tasks that fit best, up to rounding.
 
     Args:
-        pool: Task vectors, all equally likely a priori; `task_pool` gives the pool of a task.
+        pool: Task vectors, all equally likely a priori; `TaskConfig.pool` gives the pool of a task.
         noise_var: Variance of the responses' noise, unit y^2.
     Raises:
         ValueError: If noise_var is negative, or the pool is empty, not finite or has another d_x or d_y.
     Source:
         Raventos et al. 2023, arXiv 2306.15063 (discrete minimum mean squared error estimator).
     See also:
-        `task_pool`, `compare_priors`.
+        `TaskConfig.pool`, `compare_priors`.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=1)
         >>> prompts = draw_prompts(task, 8, dtype=torch.float64)
-        >>> predictions = dmmse(prompts, pool=task_pool(task), noise_var=0.1)
+        >>> predictions = dmmse(prompts, pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(predictions, prompts.y_query_clean)
         True
     """
@@ -174,9 +174,9 @@ def log_posterior(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Te
         ValueError: If noise_var is not positive, or the pool is empty, not finite or has another d_x or d_y.
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.icl.prompts import draw_prompts, task_pool
+        >>> from mechinterp.icl.prompts import draw_prompts
         >>> task = TaskConfig(n_tasks=4)
-        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task_pool(task), noise_var=0.1)
+        >>> log_p = log_posterior(draw_prompts(task, 8), pool=task.pool(), noise_var=0.1)
         >>> torch.allclose(log_p.exp().sum(1), torch.ones(8, dtype=torch.float64))
         True
     """
@@ -297,6 +297,10 @@ class PromptsTask(TaskConfig):
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+    def pool(self) -> Tensor:
+        """Pool of the law, [task, d_x, d_y]."""
+        return super().pool() if self.law is None else self.law.pool()
 
     @property
     def _key(self) -> tuple[int, TaskConfig | None]:

@@ -5,9 +5,9 @@ prompts is a pure function of (seed, stream, step), so that runs can be resumed 
 on the same prompts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config.vectors import generator_for, task_vectors
 from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
-STREAMS = ("init", "train", "eval", "pool")
 NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
 IDENTITY = CovarianceConfig()
-POOL_BLOCK = 1024
-"""Number of task vectors of a pool that are drawn at once."""
 
 
 class NoTaskVectorsError(ValueError):
@@ -234,27 +232,6 @@ def ordinary(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def generator_for(
-    seed: int, stream: str, step: int, *, device: torch.device | str = "cpu"
-) -> torch.Generator:
-    """Random generator whose state depends on (seed, stream, step) only.
-
-    Raises:
-        ValueError: If the stream is not one of "init", "train", "eval", "pool", or the seed is not an integer >= 0.
-    Example:
-        >>> first, again = (torch.rand(1, generator=generator_for(0, "train", 7)) for _ in range(2))
-        >>> torch.equal(first, again)
-        True
-    """
-    if stream not in STREAMS:
-        raise ValueError(f"stream must be one of {', '.join(STREAMS)}, got {stream!r}.")
-    if not isinstance(seed, int | np.integer) or seed < 0:
-        raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
-    entropy = np.random.SeedSequence([seed, STREAMS.index(stream), step])
-    state = int(entropy.generate_state(1, np.uint64)[0])
-    return torch.Generator(device=device).manual_seed(state)
-
-
 def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarray, "d_x d_x"]:
     """The covariance of the covariates as a float64 matrix.
 
@@ -269,37 +246,6 @@ def covariance_matrix(covariance: CovarianceConfig, d_x: int) -> Float[np.ndarra
     if covariance.kind == "matrix":
         return covariance.scale * np.array(covariance.matrix)
     return np.diag(covariance.diagonal(d_x))
-
-
-def support_mask(supports: Sequence[Sequence[int]], d_x: int) -> Float[Tensor, "d_x d_y"]:
-    """Mask [coordinate, response]: 1 if the response depends on the coordinate, else 0.
-
-    Example:
-        >>> support_mask(((0, 1), (1,)), 2)
-        tensor([[1., 0.],
-                [1., 1.]])
-    """
-    mask = torch.zeros(d_x, len(supports), dtype=torch.float32, device="cpu")
-    for response, support in enumerate(supports):
-        mask[list(support), response] = 1
-    return mask
-
-
-def random_support(
-    like: Float[Tensor, "batch d_x d_y"], sparsity: int, *, generator: torch.Generator
-) -> Float[Tensor, "batch d_x d_y"]:
-    """Mask with 1 at `sparsity` random coordinates of each task vector; all choices are equally
-    likely.
-
-    Example:
-        >>> random_support(torch.zeros(2, 5, 1), 3, generator=generator_for(0, "eval", 0)).sum(1)
-        tensor([[3.],
-                [3.]])
-    """
-    # Drawn last, and in sparse tasks only, so that other tasks keep their random numbers.
-    order = torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
-    live = order.topk(sparsity, dim=1).indices
-    return torch.zeros_like(like).scatter_(1, live, 1.0)
 
 
 def draw_prompts(
@@ -355,12 +301,12 @@ def draw_prompts(
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
         x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
     if task.n_tasks is None or new_tasks:
-        beta = _task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
+        beta = task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
     else:
         # Drawn last: covariates and noise equal those with fresh task vectors.
         shape, device = (n_prompts,), normal.device
         rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
-        beta = _pool(_pool_key(task)).to(normal)[rows]
+        beta = task.pool().to(normal)[rows]
     noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
     clean = x_all @ beta
     y_all = clean + noise
@@ -372,67 +318,6 @@ def draw_prompts(
         y_query_clean=clean[:, -1],
         beta=beta,
     )
-
-
-def _task_vectors(
-    task: TaskConfig, normal: Float[Tensor, "batch d_x vector"], generator: torch.Generator
-) -> Float[Tensor, "batch d_x d_y"]:
-    """Task vectors from standard normal numbers; one vector for all responses, or one for each."""
-    beta = normal
-    if task.sparsity is not None:
-        if task.nonzeros == "signs":
-            beta = beta.sign()
-        beta = beta * random_support(beta, task.sparsity, generator=generator)
-    beta = beta * task.beta_variance**0.5
-    beta = beta.expand(-1, -1, task.d_y)
-    if task.supports is not None:
-        beta = beta * support_mask(task.supports, task.d_x).to(beta)
-    return beta
-
-
-def task_pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
-    """Pool of task vectors of a task, in float64.
-
-    It depends on the law of the task vectors, n_tasks and task_seed only.
-
-    Raises:
-        ValueError: If the task has no pool.
-    Source:
-        Raventos et al. 2023, arXiv 2306.15063: M task vectors, drawn once.
-    Example:
-        >>> pool = task_pool(TaskConfig(d_x=3, n_tasks=16))
-        >>> prompts = draw_prompts(TaskConfig(d_x=3, n_tasks=16), 8, dtype=torch.float64)
-        >>> bool((prompts.beta[:, None] == pool).all((2, 3)).any(1).all())
-        True
-    """
-    if task.n_tasks is None:
-        raise ValueError("task.n_tasks must be a number for a task with a pool, got null.")
-    return _pool(_pool_key(task)).clone()
-
-
-def _pool_key(task: TaskConfig) -> TaskConfig:
-    """The task with all fields reset that do not affect its pool."""
-    return replace(
-        getattr(task, "law", task),  # for given prompts, their law
-        context_length=1,
-        covariance=IDENTITY,
-        noise_var=0.0,
-        query_noise=True,
-        n_sequences=None,
-    )
-
-
-@lru_cache(maxsize=8)
-def _pool(task: TaskConfig) -> Float[Tensor, "task d_x d_y"]:
-    assert task.n_tasks is not None
-    n_vectors = 1 if task.shared_beta else task.d_y
-    blocks = []
-    for block in range(-(-task.n_tasks // POOL_BLOCK)):
-        generator = generator_for(task.task_seed, "pool", block)
-        shape = (POOL_BLOCK, task.d_x, n_vectors)
-        normal = torch.empty(shape, dtype=torch.float64, device="cpu").normal_(generator=generator)
-        blocks.append(_task_vectors(task, normal, generator))
-    return torch.cat(blocks)[: task.n_tasks]
 
 
 def prompt_chunks(

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.patching.edges import faithfulness
+from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.display import Result
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
 from mechinterp.progress import progress
@@ -150,7 +150,8 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     at = np.array([edge_place(*edge) for edge in places.itertuples(index=False)])
     found = _agreement("edges", values, known.value[tuple(at.T)])
     order = np.lexsort([np.random.default_rng(0).random(len(values)), -np.abs(values)])
-    circuit = faithfulness(entry.checkpoint, places.iloc[order], *entry.pairs)
+    clean, corrupted = entry.pairs
+    circuit = circuit_faithfulness(entry.checkpoint, places.iloc[order], clean, corrupted=corrupted)
     return found | {"edges cpr": circuit.cpr, "edges cmd": circuit.cmd}
 
 

@@ -25,6 +25,7 @@ from mechinterp.analysis.registry import (
     run_analysis,
     target_note,
 )
+from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.result import (
     Card,
     Finding,
@@ -291,7 +292,7 @@ def contents_of(
     for name, analysis in dict(map(_named, analyses or default_names(checkpoint))).items():
         try:
             found[name] = (analysis, *result_of(name, analysis))
-        except (NoStreamError, NoTaskVectorsError) as error:
+        except (NoStreamError, NoTaskVectorsError, FewPromptsError) as error:
             if analyses is not None:
                 raise
             left_out.setdefault(str(error), []).append(name)
@@ -386,7 +387,7 @@ def section_of(
     return Section(
         analysis.title or name.replace("-", " ").capitalize(),
         f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", ".")) else "."),
-        " ".join(filter(None, (analysis.described.replace("`", ""), prompts))),
+        " ".join(filter(None, (f"Analysis {name}:", analysis.described.replace("`", ""), prompts))),
         {key: _ready(figure, name) for key, figure in figures_of(name, result).items()},
         tables,
         meanings(result, columns),

@@ -53,8 +53,8 @@ def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:
 def classification_text(result: Classified, *, wide: bool = False) -> str:
     """Pattern, verdict, loss (with the losses of ridge regression and of predicting 0) and table of heads."""
     if wide:
-        return "\n".join([result.pattern, to_text("classify", result, wide=True)])
-    first = wrapped("\n".join([result.pattern, *result.summary]), "  ")
+        return "\n".join([result.label, to_text("classify", result, wide=True)])
+    first = wrapped("\n".join([result.label, *result.summary]), "  ")
     return "\n".join([first, "", result.heads_title, *result.head_lines(HEADS)])
 
 
@@ -67,4 +67,4 @@ def brief_text(result: Classified) -> str:
     )
     if result.task_doubt:
         line += f"; {result.task_doubt}"
-    return "\n".join([result.pattern, wrapped(line, "  "), *result.head_lines(HEADS)])
+    return "\n".join([result.label, wrapped(line, "  "), *result.head_lines(HEADS)])

@@ -24,7 +24,6 @@ from mechinterp.icl.prompts import (
     covariance_matrix,
     draw_prompts,
     generator_for,
-    task_pool,
 )
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.constructions.one_layer import linear_attention
@@ -411,7 +410,7 @@ def task_moments(task: TaskConfig) -> Moments:
         )
     law = np.full(task.d_x, task.beta_variance)
     if task.n_tasks is not None:
-        pool = task_pool(task)[..., 0].numpy()
+        pool = task.pool()[..., 0].numpy()
         law = pool.T @ pool / len(pool)
     return population_moments(
         covariance_matrix(task.covariance, task.d_x),

@@ -88,11 +88,11 @@ def test_the_classifier_says_how_many(law: CovarianceConfig):
         # Two heads, one of them with the other sign, and a third that does nothing.
         heads = MergedHeads(v=np.array([2.0, -1.0, 1e-6]), U=np.stack([M / 4, -M / 2, M]))
         found = classify(linear_attention(heads), task=task_of(law))
-        assert (found.pattern, found.components.n_components) == ("linear_gd", count)
+        assert (found.label, found.components.n_components) == ("linear_gd", count)
     # A step across the eigenvectors that does the task has no number.
     heads = MergedHeads(v=np.ones(1), U=1.5 * ACROSS[None])
     found = classify(linear_attention(heads), task=task_of(LAWS["diagonal"]))
-    assert (found.pattern, found.components.n_components) == ("linear_gd", None)
+    assert (found.label, found.components.n_components) == ("linear_gd", None)
     assert found.loss.r2 > 0.1
 
 
@@ -117,7 +117,7 @@ def test_every_plateau_of_a_shipped_run_has_a_snapshot_with_its_number(name: str
         found = classify(checkpoint.snapshots[step], task=task)
         # A step that has learned no component is no gradient step.
         pattern = "linear_gd" if count else "undetermined"
-        assert (found.pattern, found.components.n_components) == (pattern, count)
+        assert (found.label, found.components.n_components) == (pattern, count)
 
 
 # Parts of a direction that heads hold.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,22 +14,22 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
-from mechinterp.analysis.patching.edges import (
-    EdgeEffects,
-    _areas,
-    attribute_edges,
+from mechinterp.analysis.patching.circuit import (
+    areas,
+    areas_and_sems,
+    circuit_faithfulness,
     circuit_output,
-    faithfulness,
 )
+from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
-from mechinterp.analysis.stats import rank_correlation
+from mechinterp.analysis.stats import rank_correlation, resampled
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
-from tests.deep_models import WIDE, first_prediction, random_model
+from tests.deep_models import WIDE, first_prediction, first_response, random_model
 
 TASK = TaskConfig(d_x=4)
 KINDS = {
@@ -54,7 +55,7 @@ def model(request: pytest.FixtureRequest) -> ICLTransformer:
 def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
     clean, corrupted = drawn(1), drawn(2)
     found = attribute_edges(
-        model, clean, corrupted, nodes="all", ig_steps=1, metric=first_prediction
+        model, clean, corrupted=corrupted, nodes="all", ig_steps=1, metric=first_response
     )
     places = {
         (one, two): (i, j)
@@ -86,7 +87,7 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
     np.testing.assert_allclose(found.estimate[edges], expected.mean(0)[edges], atol=1e-9 * largest)
     sem = expected.std(axis=0, ddof=1)[edges] / 3**0.5
     np.testing.assert_allclose(found.estimate_sem[edges], sem, atol=1e-9 * largest)
-    between = attribute_edges(model, clean, corrupted, metric=first_prediction)
+    between = attribute_edges(model, clean, corrupted=corrupted, metric=first_response)
     assert np.isfinite(between.estimate).sum() == 3 * 3 * 4
     for sender, receiver in between.to_frame()[["from", "to"]].to_numpy():
         assert effect(between, sender, receiver) == pytest.approx(effect(found, sender, receiver))
@@ -109,7 +110,9 @@ def test_integrated_gradients_are_those_along_the_way():
     """The mean over midpoints, by hand: the gradient of what an input of its own adds to one head's values."""
     model, clean, corrupted = random_model(2, 2, **WIDE), drawn(1), drawn(2)
     steps, name = 3, "blocks.1.attn.hook_v_input"
-    found = attribute_edges(model, clean, corrupted, ig_steps=steps, metric=first_prediction)
+    found = attribute_edges(
+        model, clean, corrupted=corrupted, ig_steps=steps, metric=first_response
+    )
     tokens, other = model.tokens(clean), model.tokens(corrupted)
     caches = [model.run_with_cache(each)[1] for each in (tokens, other)]
     z = (caches[0]["z", 0] - caches[1]["z", 0])[:, :, 1]
@@ -137,7 +140,7 @@ def test_integrated_gradients_are_those_along_the_way():
 def test_estimates_rank_edges_as_patches_do():
     """Where the second layer is linear in its values, those edges are estimated without error."""
     model, clean, corrupted = random_model(2, 3, **WIDE, score="linear/L"), drawn(1), drawn(2)
-    found = attribute_edges(model, clean, corrupted, ig_steps=1, metric=first_prediction)
+    found = attribute_edges(model, clean, corrupted=corrupted, ig_steps=1, metric=first_response)
     values = [index for index, name in enumerate(found.receivers) if name.endswith(".v")]
     assert len(values) == 3
     np.testing.assert_allclose(found.estimate[:, values], found.patched[:, values], rtol=1e-8)
@@ -197,7 +200,7 @@ def test_a_layer_without_norms_is_a_sum_and_other_streams_are_refused():
 def test_one_layer_has_edges_from_the_input_and_to_the_output_that_add_up():
     """The output is linear in what is written: its edges add up to the whole change of the prediction."""
     model, clean, corrupted = random_model(1, 2), drawn(1), drawn(2)
-    found = attribute_edges(model, clean, corrupted, nodes="all", metric=first_prediction)
+    found = attribute_edges(model, clean, corrupted=corrupted, nodes="all", metric=first_response)
     assert found.senders == ("input", "L0H0", "L0H1")
     assert np.isfinite(found.patched).sum() == 3 * 2 + 3
     to_output = found.patched[:, found.receivers.index("output")]
@@ -215,9 +218,9 @@ def test_one_layer_has_edges_from_the_input_and_to_the_output_that_add_up():
     ],
 )
 def test_what_has_no_edges_is_refused(layers: int, settings: dict, prompts: tuple, words: list):
-    given = (drawn(step, n) for step, n in enumerate(prompts, 1))
+    given = [drawn(step, n) for step, n in enumerate(prompts, 1)] or [None, None]
     with refused(*words):
-        attribute_edges(random_model(layers, 2), *given, **settings)
+        attribute_edges(random_model(layers, 2), given[0], corrupted=given[1], **settings)
 
 
 SHORT = TaskConfig(d_x=3, context_length=5)
@@ -302,8 +305,12 @@ def test_a_circuit_is_a_plain_forward_pass_over_its_edges(nodes: str):
 def test_a_good_order_is_more_faithful_than_its_reverse():
     model = two_heads()
     prompts = clean_and_corrupted(SHORT, None, None, n_prompts=64, seed=0)
-    frame = attribute_edges(model, *prompts).to_frame()
-    good, bad = (faithfulness(model, each, *prompts) for each in (frame, frame[::-1]))
+    clean, corrupted = prompts
+    frame = attribute_edges(model, clean, corrupted=corrupted).to_frame()
+    good, bad = (
+        circuit_faithfulness(model, each, clean, corrupted=corrupted)
+        for each in (frame, frame[::-1])
+    )
     assert (good.faithfulness[[0, -1]] == [0, 1]).all()
     assert good.cmd + 2 * good.cmd_sem < bad.cmd - 2 * bad.cmd_sem
     assert good.n_edges[-1] == 3 * N_HEADS**2 * 3
@@ -313,21 +320,125 @@ def test_a_good_order_is_more_faithful_than_its_reverse():
 
 def test_areas_of_straight_lines():
     """CPR is the area under f, CMD that of |1 - f|: f = k / n gives 1/2 for both, a line up to 3/2 and down to 1 more."""
-    assert _areas(np.array([0, 0.25, 1]), np.array([0, 1, 4])) == pytest.approx((0.5, 0.5))
-    assert _areas(np.array([0, 1.5, 1]), np.array([0, 1, 2])) == pytest.approx((1, 0.375 + 0.125))
+    assert areas(np.array([0, 0.25, 1]), np.array([0, 1, 4])) == pytest.approx((0.5, 0.5))
+    assert areas(np.array([0, 1.5, 1]), np.array([0, 1, 2])) == pytest.approx((1, 0.375 + 0.125))
 
 
-def test_rankings_that_are_not_of_the_model_are_refused():
+def test_a_circuit_survives_a_csv_file(tmp_path):
+    model = two_heads(d_mlp=5)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    for nodes in ("heads", "all"):
+        edges = attribute_edges(model, clean, corrupted=corrupted, nodes=nodes)
+        circuit = edges.circuit(5)
+        first = edges.to_frame().sort_values("estimate", key=np.abs, ascending=False)[:5]
+        assert (
+            circuit[["from", "to"]].to_numpy().tolist() == first[["from", "to"]].to_numpy().tolist()
+        )
+        circuit.to_csv(tmp_path / "circuit.csv", index=False)
+        again = pd.read_csv(tmp_path / "circuit.csv")
+        pd.testing.assert_frame_equal(again, circuit)
+        found = circuit_faithfulness(model, again, clean, corrupted=corrupted, sizes=[2])
+        assert found.n_edges.tolist() == [0, 2, 5, len(edges.to_frame())]
+
+
+def test_a_part_of_the_edges_is_as_faithful_alone_as_in_the_whole_ranking():
     model = two_heads()
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
-    frame = attribute_edges(model, *prompts).to_frame()
-    for wrong in (frame[1:], frame.assign(to="L2H0.v"), frame.assign(to="L1MLP")):
-        with refused("36 edges"):
-            faithfulness(model, wrong, *prompts)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=16, seed=0)
+    edges = attribute_edges(model, clean, corrupted=corrupted)
+    part, whole = (
+        circuit_faithfulness(model, circuit, clean, corrupted=corrupted, sizes=[3, 9])
+        for circuit in (edges.circuit(9), edges.circuit())
+    )
+    assert part.n_edges.tolist() == whole.n_edges.tolist() == [0, 3, 9, 36]
+    np.testing.assert_array_equal(part.faithfulness, whole.faithfulness)
+    assert (part.n_circuit, whole.n_circuit) == (9, 36)
+    assert np.isnan([part.cpr, part.cpr_sem, part.cmd, part.cmd_sem]).all()
+    assert np.isfinite([whole.cpr, whole.cpr_sem, whole.cmd, whole.cmd_sem]).all()
+    # Without a circuit: all edges, in the order of attribute_edges on the same prompts.
+    own = circuit_faithfulness(model, None, clean, corrupted=corrupted, sizes=[3, 9])
+    np.testing.assert_array_equal(own.faithfulness, whole.faithfulness)
+
+
+def test_errors_of_both_areas_are_those_by_hand():
+    """With one size between none and all, at the share s, CPR is (f + 1 - s) / 2 and CMD is (|1 - f| + s) / 2."""
+    counts, generator = np.array([0, 10, 40]), np.random.default_rng(0)
+    share, n_prompts = 10 / 40, 25
+    whole = generator.uniform(1, 3, n_prompts)
+    some = whole * generator.normal(1, 0.5, n_prompts)
+    some *= 1.01 * whole.sum() / some.sum()  # about half of the samples have f > 1
+    gained = np.stack([0 * whole, some, whole], axis=1)
+    f = some.sum() / whole.sum()
+    again = np.array([(some @ each) / (whole @ each) for each in resampled(n_prompts)])
+    assert again.min() < 1 < again.max()
+    by_hand = {
+        "cpr": (f + 1 - share) / 2,
+        "cpr_sem": again.std(ddof=1) / 2,
+        "cmd": (abs(1 - f) + share) / 2,
+        "cmd_sem": np.abs(1 - again).std(ddof=1) / 2,
+    }
+    assert by_hand["cpr_sem"] > 1.2 * by_hand["cmd_sem"]
+    found = areas_and_sems(np.array([0, f, 1]), gained, counts)
+    assert found == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_no_circuit_is_nearer_to_the_model_than_the_model_itself():
+    """f is at most 1, so that the area under |1 - f| is 1 minus the area under f, and both have one error."""
+    found = circuit_faithfulness(two_heads(), task=SHORT, n_prompts=16)
+    assert (found.faithfulness <= 1).all()
+    assert found.cmd == pytest.approx(1 - found.cpr)
+    assert found.cmd_sem == pytest.approx(found.cpr_sem)
+
+
+def test_circuits_that_are_not_of_the_model_are_refused():
+    model = two_heads()
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    edges = attribute_edges(model, clean, corrupted=corrupted)
+    frame = edges.circuit()
+
+    def measure(circuit: object, **settings: object) -> None:
+        circuit_faithfulness(model, circuit, clean, corrupted=corrupted, **settings)
+
+    for wrong in (frame.assign(to="L0H1.v"), frame.assign(to="L1MLP")):
+        with refused("36 edges", "nodes='heads'", wrong["to"][0]):
+            measure(wrong)
+    with refused("each edge once"):
+        measure(pd.concat([frame, frame[:1]]))
     with refused("column to"):
-        faithfulness(model, frame.drop(columns="to"), *prompts)
-    with refused("sizes"):
-        faithfulness(model, frame, *prompts, sizes=[40])
+        measure(frame.drop(columns="to"))
+    with refused("nodes of circuit", "mlps"):
+        measure(frame.assign(nodes="mlps"))
+    with refused("at least one edge"):
+        measure(frame[:0])
+    with refused("sizes", 36, 40):
+        measure(frame, sizes=[40])
+    for n_edges in (0, 37):
+        with refused("n_edges", "1 to 36", n_edges):
+            edges.circuit(n_edges)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, p: circuit_faithfulness(m, p), ["DataFrame", "got Prompts", "prompts="]),
+        (lambda m, p: circuit_faithfulness(m, 3), ["DataFrame", "got int", "circuit(n)"]),
+        (lambda m, p: circuit_faithfulness(m, SHORT), ["DataFrame", "got TaskConfig"]),
+        (lambda m, p: circuit_faithfulness(m, None, 4), ["prompts must be Prompts", "n_prompts="]),
+        (lambda m, p: attribute_edges(m, SHORT), ["prompts must be Prompts", "task="]),
+        (lambda m, p: attribute_edges(m, p, corrupted=4), ["corrupted must be Prompts"]),
+        (lambda m, p: attribute_edges(m, p, metric=lambda y, p: y), ["metric", "[6]", "[6, 1]"]),
+    ],
+)
+def test_arguments_of_another_type_are_refused(call: Callable, words: list[str]):
+    with refused(*words):
+        call(two_heads(), clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)[0])
+
+
+def test_drawn_prompts_follow_the_given_law():
+    model = two_heads()
+    found = attribute_edges(model, task=SHORT, n_prompts=6)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    given = attribute_edges(model, clean, corrupted=corrupted)
+    np.testing.assert_array_equal(found.patched, given.patched)
 
 
 @pytest.mark.slow
@@ -344,8 +455,10 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     model = two_heads(**architecture)
     prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
     pair = Pair.of(predictor_of(model).hooked, *prompts, nodes="all")
-    found = attribute_edges(model, *prompts, nodes="all", metric=first_prediction)
-    near = attribute_edges(model, *prompts, nodes="all")
+    found = attribute_edges(
+        model, prompts[0], corrupted=prompts[1], nodes="all", metric=first_response
+    )
+    near = attribute_edges(model, prompts[0], corrupted=prompts[1], nodes="all")
     clean, corrupted = (model(tokens)[:, -1, 0].detach() for tokens in (pair.clean, pair.corrupted))
     assert found.total == pytest.approx((clean - corrupted).mean().item())
     assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 6**0.5)

@@ -31,7 +31,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -265,7 +265,7 @@ POOL_GPT2 = override(preset("pool-gpt2"), "model.n_layers=2", "task.context_leng
 @pytest.mark.parametrize(("noise_var", "d_y"), [(0.25, 1), (0.0, 2)])
 def test_without_pairs_ridge_predicts_0_and_dmmse_the_mean_of_the_pool(noise_var: float, d_y: int):
     task = replace(SIX_PAIRS, noise_var=noise_var, d_y=d_y, supports=None)
-    prompts, pool = draw_prompts(task, 16, dtype=torch.float64).prefix(0), task_pool(task)
+    prompts, pool = draw_prompts(task, 16, dtype=torch.float64).prefix(0), task.pool()
     for penalty in (0.5, 0.0):
         assert not ridge(prompts, penalty=penalty).any()
     found = dmmse(prompts, pool=pool, noise_var=noise_var)
@@ -396,7 +396,7 @@ def test_the_bayes_predictor_has_ratio_1_and_zero_the_variance_of_y():
 
 def test_dmmse_is_best_on_the_pool_and_the_frame_has_every_learner_and_length():
     def posterior(prompts: Prompts) -> Tensor:
-        return dmmse(prompts, pool=task_pool(SIX_PAIRS), noise_var=0.25)
+        return dmmse(prompts, pool=SIX_PAIRS.pool(), noise_var=0.25)
 
     curve = error_curve(posterior, task=SIX_PAIRS, lengths=[0, 3, 6], n_prompts=256)
     assert (curve.best, curve.over_best) == ("dMMSE", pytest.approx(1, abs=1e-12))

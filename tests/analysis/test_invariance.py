@@ -65,7 +65,7 @@ def numbers(found: Classification) -> dict[str, float]:
 
 
 def assert_same_model(found: Classification, before: Classification) -> None:
-    assert found.pattern == before.pattern
+    assert found.label == before.label
     assert numbers(found) == pytest.approx(numbers(before), rel=1e-6, abs=1e-9, nan_ok=True)
     assert found.scales.theta == pytest.approx(before.scales.theta, rel=1e-6, abs=1e-9)
 
@@ -116,7 +116,7 @@ def test_heads_that_are_permuted_or_cut_in_two_leave_the_model_as_it_was(spec: t
     halved = weights.with_tensors({"attn.W_O": half})
     found = read(stack([halved, halved[slice(head, head + 1)]]))
     # The null is that of one more head, which a model at the edge of chance may notice.
-    if "unstructured" not in (found.pattern, before.pattern):
+    if "unstructured" not in (found.label, before.label):
         assert_same_model(found, before)
     assert len(found.labels) == weights.n_heads + 1
     assert np.isclose(found.share.sum(), 1)

@@ -296,7 +296,7 @@ def test_the_prediction_alone_may_be_beyond_random_weights(size: float, pattern:
     OV = weights.OV.clone()
     OV[0, 0, 0] = 0.9 * 1.5
     found = classify(from_circuits(weights.QK, OV))
-    assert found.pattern == pattern
+    assert found.label == pattern
     assert min(found.p_values[f"{name}_best"] for name in ("qk_diagonal", "ov_last_entry")) > 0.01
     assert (found.p_values["substitution_r2"] <= 0.01) == (pattern == "undetermined")
 
@@ -353,7 +353,7 @@ def test_a_linear_preset_is_held_against_random_weights_of_its_kind():
     for seed in range(10_000, 10_015):
         heads = initial_heads(replace(config, seed=seed))
         found = classify(linear_attention(heads), task=config.task)
-        assert found.pattern == "undetermined"
+        assert found.label == "undetermined"
         assert found.p_values["substitution_r2"] == found.p_values["ov_last_entry_best"] == 1
         tasks.append(found.p_values["task_r2"])
     assert np.mean(tasks) == pytest.approx(0.5, abs=4 / (12 * len(tasks)) ** 0.5)

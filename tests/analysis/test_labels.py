@@ -444,10 +444,10 @@ for kind, their_task, cases in (("supports", TWO, WITH_SUPPORTS), ("free", FREE,
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_built_model_has_its_label_and_numbers(case: Case):
     found = classify(case.weights, task=case.task)
-    assert found.pattern == case.pattern, found.reason
+    assert found.label == case.pattern, found.reason
     assert not case.labels or " ".join(found.labels) == case.labels
     assert case.reason in found.reason
-    assert all(each.holds for each in found.checks) or found.pattern in NO_LABEL
+    assert all(each.holds for each in found.checks) or found.label in NO_LABEL
     for name, expected in case.numbers.items():
         holder = found.scales if hasattr(found.scales, name) else found
         is_exact = isinstance(expected, int | float | list | np.ndarray)
@@ -466,7 +466,7 @@ def test_the_closed_form_stands_in_better_for_smaller_omega():
 def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     gamma = best_preconditioner()
     found = classify(with_blocks(torch.stack([0.1 * gamma, -0.1 * gamma]), [5.0, -5.0]), task=task)
-    assert (found.pattern, found.labels) == ("preconditioned_gd", ("positive", "negative"))
+    assert (found.label, found.labels) == ("preconditioned_gd", ("positive", "negative"))
     assert torch.allclose(found.scales.step[0], gamma)  # 0.1 * 5 twice
     size = gamma.norm() / 5**0.5
     assert found.scales.eta[0] == pytest.approx(size.item())
@@ -479,7 +479,7 @@ def test_rotated_inputs_are_named(sign: int):
     # In five dimensions a matrix and its negative: one of them is a rotation, the other a reflection.
     turned = sign * rotation()
     found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
-    assert found.pattern == "preconditioned_gd"
+    assert found.label == "preconditioned_gd"
     assert found.omega_form * np.sign(found.circuits.mu[0, :, 0]) == pytest.approx([0.13, 0.13])
     degrees = torch.rad2deg(torch.linalg.eigvals(turned).angle().abs().max()).item()
     expected = degrees if sign == 1 else np.nan
@@ -495,7 +495,7 @@ def test_linear_attention_is_one_step_with_its_matrix():
         assert torch.allclose(found.scales.step[0], step)
         assert found.learner.r2 == pytest.approx(1, abs=1e-12)
         # A step by any matrix, but this one is drawn at random and predicts worse than 0.
-        assert found.pattern == "undetermined"
+        assert found.label == "undetermined"
         assert found.p_values["task_r2"] == 1
 
 
@@ -516,12 +516,12 @@ def test_a_step_is_linear_gd_if_its_matrix_descends_however_its_weights_are_roun
     for seed in range(2):
         random = drawn(5, 5, seed=seed)
         found = classify(linear_step(0.9 * (EYE + 0.2 * random), noise))
-        assert found.pattern == "linear_gd"
+        assert found.label == "linear_gd"
         assert found.learner.r2 == pytest.approx(1, abs=max(1e-12, 100 * noise))
         for size in (0.03, 1.0):
             M = size * (random - random.trace() / 5 * EYE)  # in no direction on average
             for matrix in (M, M + M.T):
-                assert classify(linear_step(matrix, noise)).pattern == "undetermined"
+                assert classify(linear_step(matrix, noise)).label == "undetermined"
 
 
 def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
@@ -534,7 +534,7 @@ def test_linear_heads_of_two_responses_are_a_step_unless_they_are_random():
         QK = torch.nn.functional.pad(block, (0, 2, 0, 2))
         weights = from_circuits(QK, OV, score="linear", score_slope=1 / 40)
         found = classify(weights, task=TaskConfig(d_x=5, d_y=2))
-        assert found.pattern == pattern
+        assert found.label == pattern
         assert (found.p_values["task_r2"] == 1) == (pattern == "undetermined")
 
 
@@ -542,7 +542,7 @@ def test_linear_attention_that_reads_x_is_not_a_step():
     weights = linear(heads([0.5], [1.0]))
     weights.W_V[0, 0, :5, 5] = 3.0
     found = classify(weights)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "substitution_r2" in found.reason
 
 
@@ -553,7 +553,7 @@ def test_biases_add_a_constant_that_is_nobodys():
     assert classify(biased).reason == classify(weights).reason
     shifted = classify(changed(biased, b_O=torch.tensor([3.0]).double()))
     assert shifted.share == pytest.approx(classify(weights).share)
-    assert shifted.pattern == "undetermined"
+    assert shifted.label == "undetermined"
     assert "substitution_r2" in shifted.reason
 
 
@@ -562,16 +562,16 @@ def test_circuits_alone_are_enough_and_are_read_with_their_law():
     weights = pair()
     QK, OV = weights.QK.numpy(), weights.OV.numpy()
     found = classify_circuits(QK, OV)
-    assert found.pattern == "debiased_gd"
+    assert found.label == "debiased_gd"
     as_given = circuits(weights)  # [layer, head, ...]
     assert classify_circuits(as_given.QK, as_given.OV).scales.eta == pytest.approx(found.scales.eta)
     wide = np.pad(OV, ((0, 0), (0, 0), (5, 0)))  # all d_model columns, of which the last is y
     assert classify_circuits(QK, wide).scales.eta == pytest.approx(found.scales.eta)
     two = classify_circuits(TABLE_2.QK, TABLE_2.OV, d_y=2, task=TWO)
-    assert two.pattern == "superposition"
+    assert two.label == "superposition"
     assert classify_circuits(QK[::-1], OV[::-1]).labels == ("negative", "positive")
     graded = classify_circuits(weights.QK.requires_grad_(), weights.OV.requires_grad_())
-    assert graded.pattern == "debiased_gd"
+    assert graded.label == "debiased_gd"
     sloped = classify_circuits(QK, OV, score="1+Cx", score_slope=0.5)
     assert sloped.scales.eta[0] == pytest.approx(0.5 * 2 * 0.13 * 3.4)
     to_self = classify_circuits(QK, OV, attend_to_self=True)
@@ -590,10 +590,10 @@ def test_prompts_and_limits_are_those_asked_for():
         by_circuits = classify_circuits(weights.QK, weights.OV, **prompts).learner.rms
         assert by_circuits == pytest.approx(found)
     wide, limits = CASES["uneven omega"].weights, Thresholds(omega_spread=0.6)
-    assert classify(wide, thresholds=limits).pattern == "debiased_gd"
+    assert classify(wide, thresholds=limits).label == "debiased_gd"
     found = classify_circuits(wide.QK, wide.OV, thresholds=limits)
-    assert found.pattern == "debiased_gd"
-    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).pattern != "task_heads"
+    assert found.label == "debiased_gd"
+    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).label != "task_heads"
 
 
 def test_the_threshold_on_the_qk_circuit_is_above_random_heads():

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mechinterp import dmmse, load
+from mechinterp import load
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.contrasts import Mask
 from mechinterp.analysis.ablation.measured import masked_errors, values_under
 from mechinterp.analysis.result import meanings, unit_of
+from mechinterp.icl import dmmse
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import METHODS, mask_heads, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, hooked_predictor, masked
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -246,7 +247,7 @@ def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
     task, prompts = checkpoint.task, draw_prompts(checkpoint.task, 64, dtype=torch.float64)
     for name, learner in (
         ("ridge", partial(ridge, penalty=task.posterior_penalty)),
-        ("dmmse", partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)),
+        ("dmmse", partial(dmmse, pool=task.pool(), noise_var=task.noise_var)),
     ):
         found = ablate(checkpoint, prompts, metric=name, what="heads")
         apart = checkpoint.predictor.run(prompts, [[], [(0, 0)]]) - learner(prompts)

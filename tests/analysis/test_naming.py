@@ -37,7 +37,6 @@ from mechinterp.icl.prompts import (
     covariance_matrix,
     draw_prompts,
     generator_for,
-    task_pool,
 )
 from mechinterp.icl.sparse_predictors import gradient_descent
 from mechinterp.models.constructions.descent import (
@@ -305,7 +304,7 @@ def test_the_posterior_mean_of_a_pool_is_a_function():
     prompts = draw_prompts(task, 128, dtype=torch.float64)
 
     def named(noise_var: float) -> Naming:
-        memory = partial(dmmse, pool=task_pool(task), noise_var=noise_var)
+        memory = partial(dmmse, pool=task.pool(), noise_var=noise_var)
         return name_algorithm(memory, prompts, task=task)
 
     found = named(task.noise_var)
@@ -446,7 +445,7 @@ def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
     found = classify_layers(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
-    assert found.pattern == "undetermined"
+    assert found.label == "undetermined"
     assert "LayerNorm" in found.reason
     assert found.heads.rise.shape == (1, 2)
 

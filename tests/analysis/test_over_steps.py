@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp import Monitor, TaskConfig, hook_module, load_run
+from mechinterp import Monitor, TaskConfig, hook_module, load
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.over_steps import OverSteps, over_steps
-from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
+from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.icl.predictors import ridge
@@ -219,8 +219,8 @@ def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
         torch.save(model.state_dict(), tmp_path / "files" / f"step_{step}.pt")
     assert len(kept.snapshots) == 1
     given = {"model": {**JOINED, "layout": "pairs"}, "anyway": True}
-    files = load_run(tmp_path / "files", n_heads=2, task=SETTING, **given)
-    runs = (memory.run(), kept.run(), files, load_run(tmp_path / "mine", **given))
+    files = load(tmp_path / "files", n_heads=2, task=SETTING, **given)
+    runs = (memory.run(), kept.run(), files, load(tmp_path / "mine", **given))
     prompts = evaluation_prompts(memory.run(), n_prompts=16)
     for run in runs:
         assert isinstance(run, Run)

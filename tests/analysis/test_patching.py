@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformer_lens.utilities import get_act_name
 
-from mechinterp.analysis.patching.pairing import clean_and_corrupted
-from mechinterp.analysis.patching.positions import (
+from mechinterp.analysis.patching.activations import (
     HEAD_PARTS,
     OF_MLPS,
     STREAMS,
-    patch_positions,
+    patch_activations,
 )
+from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import from_circuits
@@ -41,8 +41,8 @@ def random_model(**architecture: object) -> ICLTransformer:
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()
-    found = patch_positions(
-        model, clean, corrupted, activation=activation, metric=deep_models.first_prediction
+    found = patch_activations(
+        model, clean, corrupted, activation=activation, metric=deep_models.first_response
     )
     heads = (3,) if activation in HEAD_PARTS else ()
     assert found.effect.shape == found.effect_sem.shape == (2, length + 1, *heads)
@@ -76,8 +76,8 @@ def test_outputs_of_mlps_are_patched():
     """A position of the last MLP's output moves the prediction of its own token alone: only the query's counts."""
     model = random_model(norm="before", d_mlp=8)
     clean, corrupted = (random_prompts(4, step) for step in (1, 2))
-    found = patch_positions(
-        model, clean, corrupted, activation="mlp_out", metric=deep_models.first_prediction
+    found = patch_activations(
+        model, clean, corrupted, activation="mlp_out", metric=deep_models.first_response
     )
     assert not found.effect[1, :-1].any()
     with torch.no_grad():
@@ -86,17 +86,17 @@ def test_outputs_of_mlps_are_patched():
         change = (moved @ model.W_U)[:, 0].mean().item()
     assert found.effect[1, -1] == pytest.approx(change, abs=1e-12)
     with refused("mlp_out", "MLPs"):
-        patch_positions(random_model(), activation="mlp_out")
+        patch_activations(random_model(), activation="mlp_out")
 
 
 def test_what_cannot_be_patched_is_refused():
     prompts = random_prompts(4, 1)
     with refused("activation", "resid_pre", "'mlp'"):
-        patch_positions(random_model(), prompts, prompts, activation="mlp")
+        patch_activations(random_model(), prompts, prompts, activation="mlp")
     with refused("same shape", "[6, 5, 5]", "[6, 6, 5]"):
-        patch_positions(random_model(), prompts, random_prompts(5, 2))
+        patch_activations(random_model(), prompts, random_prompts(5, 2))
     with refused("evaluation mode"):
-        patch_positions(random_model().train(), prompts, random_prompts(4, 2))
+        patch_activations(random_model().train(), prompts, random_prompts(4, 2))
 
 
 def gradient_step(eta: float, d_x: int) -> ICLTransformer:
@@ -110,7 +110,7 @@ def gradient_step(eta: float, d_x: int) -> ICLTransformer:
 @pytest.mark.parametrize("activation", ["resid_pre", "v"])
 def test_by_default_pairs_differ_in_the_task_alone_and_effects_are_known(activation: str):
     model = gradient_step(0.5, 3)
-    found = patch_positions(model, activation=activation, n_prompts=40, seed=7)
+    found = patch_activations(model, activation=activation, n_prompts=40, seed=7)
     clean, corrupted = clean_and_corrupted(model, None, None, n_prompts=40, seed=7)
     noise = [each.y - each.x @ each.beta for each in (clean, corrupted)]
     assert torch.equal(clean.x, corrupted.x)
@@ -131,7 +131,7 @@ def test_by_default_pairs_differ_in_the_task_alone_and_effects_are_known(activat
 def test_given_prompts_are_corrupted_by_other_task_vectors_of_the_model():
     model = gradient_step(0.5, 3)
     clean = evaluation_prompts(model, n_prompts=10, seed=3, context_length=5)
-    found = patch_positions(model, clean, seed=3)
+    found = patch_activations(model, clean, seed=3)
     assert found.effect.shape == (1, 6)
-    again = patch_positions(model, *clean_and_corrupted(model, clean, None, n_prompts=1, seed=3))
+    again = patch_activations(model, *clean_and_corrupted(model, clean, None, n_prompts=1, seed=3))
     np.testing.assert_array_equal(found.effect, again.effect)

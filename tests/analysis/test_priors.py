@@ -24,7 +24,7 @@ from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.icl.predictors import dmmse, ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
@@ -33,7 +33,7 @@ from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, d_y=2, context_length=4, n_tasks=6, beta_var=1.0, noise_var=0.25)
-POOL = task_pool(TASK)
+POOL = TASK.pool()
 
 
 def mixture(a: float, pool: Tensor = POOL) -> Callable[[Prompts], Tensor]:
@@ -80,7 +80,7 @@ def test_the_numbers_are_those_of_the_definition():
 
 
 def test_a_given_pool_takes_the_place_of_the_tasks_own():
-    other = task_pool(replace(TASK, task_seed=7))
+    other = replace(TASK, task_seed=7).pool()
     plain = replace(TASK, n_tasks=None)
     found = compare_priors(mixture(1.0, other), plain, other, n_prompts=100)
     np.testing.assert_allclose(found.at_length.relative, 0, atol=1e-12)
@@ -195,7 +195,7 @@ def test_what_cannot_be_compared_is_refused(arguments: tuple, settings: dict, wo
 
 def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     task = replace(TASK, d_y=1)
-    memory = partial(dmmse, pool=task_pool(task), noise_var=task.noise_var)
+    memory = partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
     fits = fit_learners(memory, task, context_lengths=[4], n_prompts=500)
     assert fits.best == fits.to_frame()["learner"].iloc[-1] == "dmmse"
     assert fits.r2[0, -1] == pytest.approx(1)

@@ -18,7 +18,8 @@ from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
-from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges, faithfulness
+from mechinterp.analysis.patching.circuit import circuit_faithfulness
+from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.probing.linear import preconditioned, probe_layers
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
@@ -160,13 +161,13 @@ def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object
 
 
 @cache
-def ranking() -> EdgeEffects:
-    return attribute_edges(layers(), n_prompts=32)
+def ranking() -> pd.DataFrame:
+    return attribute_edges(layers(), n_prompts=32).circuit()
 
 
 def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
     """The order of the edges stays the same: the error does not cover it (docs/trust.md)."""
-    return faithfulness(source, ranking(), sizes=[3, 9], **drawn)
+    return circuit_faithfulness(source, ranking(), sizes=[3, 9], **drawn)
 
 
 CASES = {
@@ -174,7 +175,7 @@ CASES = {
     "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attention-entropy": Case(softmax),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
-    "faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
+    "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
     "fit-learners": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
     "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "local-learning-coefficient": Case(
@@ -195,7 +196,7 @@ CASES = {
         one_head, n_prompts=256, slow=True, run=partial(fit_learners, context_lengths=(40,))
     ),
     "prune with a new read-out": Case(slow=True, run=partial(prune, refit=True)),
-    "patch-positions": Case(n_prompts=24, seeds=100),
+    "patch-activations": Case(n_prompts=24, seeds=100),
     "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.load import load, load_run
+from mechinterp.checkpoints.load import load
 from mechinterp.models.weights import Weights
 
 
@@ -58,11 +58,6 @@ def assert_same_circuits(actual: Weights, expected: Weights) -> None:
     torch.testing.assert_close(actual.OV, expected.OV)
 
 
-def read(path: str | Path, **hints: object) -> Checkpoint:
+def read(path: str | Path | list[Path], **hints: object) -> Checkpoint:
     """What is loaded, also where no reading predicts: random weights, say."""
     return load(path, anyway=True, **hints)
-
-
-def read_run(path: object, **hints: object) -> Checkpoint:
-    """The same of the steps of a run."""
-    return load_run(path, anyway=True, **hints)

@@ -185,7 +185,9 @@ def test_edges_between_heads_with_rotary_positions_are_those_of_the_file_of_the_
     own = loaded(tmp_path, state, task={"context_length": 6}, model=said, **hints)
     hooked = hook_module(stack, task=TASK)
     torch.testing.assert_close(own.predictor.predict(prompts), hooked.predict(prompts))
-    one, other = (attribute_edges(each, prompts[:4], prompts[4:8]) for each in (own, hooked))
+    one, other = (
+        attribute_edges(each, prompts[:4], corrupted=prompts[4:8]) for each in (own, hooked)
+    )
     for field in ("patched", "estimate"):
         found, expected = getattr(other, field), getattr(one, field)
         np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
@@ -244,7 +246,7 @@ def test_edges_that_cannot_be_told_apart_are_refused_in_one_line(make, prompts):
     assert UNTOLD[make] in hooked.model.unfollowed[0]
     assert "blocks.0.attn.hook_q" not in hooked.model.hook_dict
     with pytest.raises(ValueError, match=r"blocks\.[01]\.attn\.hook_[qkv]; ") as caught:
-        attribute_edges(hooked, prompts[:4], prompts[4:8])
+        attribute_edges(hooked, prompts[:4], corrupted=prompts[4:8])
     assert "\n" not in str(caught.value)
 
 
@@ -391,7 +393,7 @@ def test_a_module_of_two_inputs_is_called_with_xs_and_ys(prompts, wrapped):
     expected = pairs(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])[:, -1, -1:]
     torch.testing.assert_close(hooked.predict(prompts), expected)
     # Parts that are not known by name are not called norms.
-    assert classify(hooked, n_prompts=16).pattern == "undetermined"
+    assert classify(hooked, n_prompts=16).label == "undetermined"
 
 
 def test_layers_are_taken_in_the_order_in_which_they_run(prompts):

@@ -12,7 +12,7 @@ from mechinterp import (
     hook_module,
     name_algorithm,
     p_probe,
-    patch_positions,
+    patch_activations,
     predictor_of,
     probe_layers,
     prune,
@@ -123,8 +123,8 @@ def test_what_looks_into_its_stream_looks_there(prompts):
 
 def test_all_positions_of_its_stream_are_patched(prompts):
     hooked = split()
-    metric = lambda output: output[:, -1]  # noqa: E731
-    patched = patch_positions(hooked, prompts[:64], prompts[64:], metric=metric)
+    metric = lambda predictions, given: predictions[:, 0]  # noqa: E731
+    patched = patch_activations(hooked, prompts[:64], prompts[64:], metric=metric)
     assert patched.effect.shape == (2, 2 * PAIRS)
     # GPT-2 looks back only: the token of zeros after the query's x changes nothing, the query's x does.
     assert np.all(patched.effect[:, -1] == 0)
@@ -234,7 +234,7 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
             analysis(hooked, prompts)
     assert ablate(hooked, prompts, what="heads").rise.any()
     assert name_algorithm(hooked, prompts).measured.path is None
-    assert classify(hooked, n_prompts=64).pattern
+    assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="a sum with the stream stands outside"):
         write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
 

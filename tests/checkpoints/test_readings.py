@@ -47,7 +47,7 @@ def heads_of(name: str) -> Weights:
 
 @cache
 def label_of(name: str) -> str:
-    return classify(shipped(name), **FEW).pattern
+    return classify(shipped(name), **FEW).label
 
 
 def as_circuits(weights: Weights, file: Path) -> Path:
@@ -78,8 +78,8 @@ def test_the_label_is_the_true_one_or_an_option_is_asked_for(tmp_path: Path, nam
     state = as_layers(weights) if form == "layers" else LAYOUTS[form](weights)
     hints = {} if form == "layers" else {"n_heads": weights.n_heads}
     result = classify(loaded(tmp_path, state, **hints), **FEW)
-    assert result.pattern in (true, "undetermined"), result.reason
-    assert result.pattern == true or "--" in result.reason, result.reason
+    assert result.label in (true, "undetermined"), result.reason
+    assert result.label == true or "--" in result.reason, result.reason
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     losses = [each.loss for each in checkpoint.readings]
     assert [each["loss"] for each in checkpoint.assumed["readings"]] == losses[:MOST_SHOWN]
     result = classify(checkpoint, **FEW)
-    assert result.pattern == "undetermined"
+    assert result.label == "undetermined"
     for part in ("--score", "linear_gd", "kernel_regression"):
         assert part in result.reason
     # A file of open score is not written as if it were said.
@@ -215,21 +215,21 @@ def test_nothing_is_understood_of_random_weights(tmp_path: Path):
     guessed = loaded(tmp_path, state, n_heads=2)
     assert not any(each.predicts for each in guessed.readings)
     result = classify(guessed, **FEW)
-    assert result.pattern == "undetermined"
+    assert result.label == "undetermined"
     for word in ("not understood", "--score", "--columns", "--task"):
         assert word in result.reason
     # Said in full, the same file is not understood either, as its only reading predicts nothing.
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
     stated = load(tmp_path / "x.pt", n_heads=2, scale=1.0, **hints)
     assert [each.tried for each in stated.readings] == [{}]
-    assert classify(stated, **FEW).pattern == "undetermined"
+    assert classify(stated, **FEW).label == "undetermined"
     # As a checkpoint of this package, or a hooked model, it is as random weights are.
     convert(stated, "native", tmp_path / "native")
-    assert classify(load(tmp_path / "native"), **FEW).pattern == "unstructured"
-    assert classify(stated.model, task=stated.task, **FEW).pattern == "unstructured"
+    assert classify(load(tmp_path / "native"), **FEW).label == "unstructured"
+    assert classify(stated.model, task=stated.task, **FEW).label == "unstructured"
     layer = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
     result = classify(loaded(tmp_path, layer, n_heads=2, task={"context_length": 10}), **FEW)
-    assert result.pattern == "undetermined"
+    assert result.label == "undetermined"
     assert "--model norm=" in result.reason
 
 
@@ -251,11 +251,11 @@ def test_a_settled_choice_that_predicts_nothing_is_doubted(tmp_path: Path, named
     assert [each.predicts for each in checkpoint.readings] == [False, True]
     assert f"{named} predicts" in checkpoint.assumed["doubt"]
     result = classify(checkpoint, **FEW)
-    assert result.pattern == "undetermined"
+    assert result.label == "undetermined"
     assert result.reason.endswith(f"--{named}")
     told = load(file, **decides)
     assert not told.readings
-    assert classify(told, **FEW).pattern == "debiased_gd"
+    assert classify(told, **FEW).label == "debiased_gd"
 
 
 # Widths, factors and matrices that no format has.
@@ -290,10 +290,10 @@ def test_a_factor_on_the_output_is_asked_for(tmp_path: Path):
         "score_slope": weights.model.score_slope,
     }
     unread = classify(loaded(tmp_path, state, **hints), **FEW)
-    assert unread.pattern == "undetermined"
+    assert unread.label == "undetermined"
     assert "--output-scale" in unread.reason
     told = load(tmp_path / "x.pt", output_scale=0.1, **hints)
-    assert classify(told, task=task, **FEW).pattern == label_of("linear-h1-s0")
+    assert classify(told, task=task, **FEW).label == label_of("linear-h1-s0")
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_a_step_by_a_matrix_far_from_the_identity_says_how_far(tmp_path: Path):
     hints = {"d_x": 5, "orientation": "in,out", "task": {"noise_var": 0.0}}
     result = classify(load(tmp_path / "W.npy", **hints), **FEW)
     rest = turn - turn.diagonal().mean() * torch.eye(5)
-    assert result.pattern == "linear_gd"
+    assert result.label == "linear_gd"
     assert result.loss.r2 > 0.1  # a step by this matrix does the task
     assert f"{float(rest.norm() / turn.norm()):.0%} of its matrix" in result.reason
 
@@ -356,7 +356,7 @@ def test_the_loss_says_which_entry_is_the_prediction(tmp_path: Path, y_first: bo
     # Every reading names its entry, that of y among them.
     assert {each.tried["output_column"] for each in checkpoint.readings} == {0, D_X, WIDTH - 1}
     label = classify(checkpoint, **FEW)
-    assert label.pattern == "linear_gd"
+    assert label.label == "linear_gd"
     assert label.circuits.omega == pytest.approx(np.full((1, 1, D_X), OMEGA), rel=1e-6)
     assert label.circuits.mu == pytest.approx(np.array([[[MU]]]), rel=1e-6)
     file = tmp_path / "x.pt"
@@ -435,12 +435,12 @@ def test_heads_behind_an_mlp(tmp_path: Path):
     assert checkpoint.config.model.d_model == 18
     result = classify(checkpoint, **FEW)
     assert isinstance(result, Classification)
-    assert result.pattern == true
+    assert result.label == true
     # The loss does not tell the score.
     asked = classify(load(tmp_path / "x.pt", attend_to_self=False, model=BEHIND), **FEW)
-    assert asked.pattern == "undetermined"
+    assert asked.label == "undetermined"
     assert "--score" in asked.reason
     # A curved MLP leaves the heads without labels.
     curved = classify(loaded(tmp_path, behind_an_mlp(name, curved=True), **hints), **FEW)
-    assert curved.pattern == "undetermined"
+    assert curved.label == "undetermined"
     assert not isinstance(curved, Classification)

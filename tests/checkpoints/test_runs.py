@@ -16,7 +16,6 @@ from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.files import read as load
-from tests.checkpoints.files import read_run as load_run
 from tests.checkpoints.foreign_files import LAYOUTS
 from tests.conftest import CHECKPOINTS
 
@@ -48,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def read_run(folder: Path) -> Checkpoint:
-    return load_run(folder, **HINTS)
+    return load(folder, **HINTS)
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def test_a_bias_that_training_leaves_at_zero_at_first(tmp_path: Path):
         if step:
             torch.nn.init.normal_(module.in_proj_bias)
         torch.save(module.state_dict(), tmp_path / f"model_{step}.pt")
-    run = load_run(tmp_path, n_heads=2)
+    run = load(tmp_path, n_heads=2)
     assert run.snapshots[0].model == run.snapshots[100].model
     assert run.config.model.biases
 
@@ -138,7 +137,7 @@ def test_a_pattern_a_list_and_folders_are_one_run(tmp_path: Path):
     torch.save({}, folder / "optimizer.pt")
     said = {"columns": "x,y", "sign": "minus", "scale": 6**-0.5, "model": {"positions": "none"}}
     for path in (str(folder / "checkpoint-*"), list(folder.glob("checkpoint-*"))):
-        run = load_run(path, **HINTS, **said)
+        run = load(path, **HINTS, **said)
         assert (run.steps, run.path) == (list(STEPS), folder)
     assert load(folder, **HINTS, **said).steps == list(STEPS)
 
@@ -146,7 +145,7 @@ def test_a_pattern_a_list_and_folders_are_one_run(tmp_path: Path):
 def test_files_that_say_everything(tmp_path: Path):
     for step in STEPS:
         convert(true_run().at(step), "npz", tmp_path / f"step_{step}.npz")
-    run = load_run(tmp_path)
+    run = load(tmp_path)
     assert run.steps == list(STEPS)
     assert not run.assumed
     np.testing.assert_array_equal(run.snapshots[2000].W_Q, true_run().snapshots[2000].W_Q)
@@ -155,13 +154,15 @@ def test_files_that_say_everything(tmp_path: Path):
 def test_what_is_no_run(tmp_path: Path):
     folder = write_run(tmp_path / "mine")
     torch.save(LAYOUTS["haiku"](true_run().weights), folder / "best.pt")
-    assert_refused(r"differ in the step number only, got best.pt, step_0.pt", load_run, folder)
+    files = [folder / "best.pt", folder / "step_0.pt"]
+    assert_refused(r"differ in the step number only, got best.pt, step_0.pt", load, files)
     assert_refused("several files of weights", load, folder)
-    assert_refused("must be a folder with checkpoints", load_run, tmp_path / "none_*.pt")
+    assert_refused("must be a pattern that matches checkpoints", load, tmp_path / "none_*.pt")
+    assert_refused("must be a pattern that matches checkpoints", load, [])
     wider = load(CHECKPOINTS / "softmax-h4-s0").weights
     (folder / "best.pt").unlink()
     torch.save(LAYOUTS["haiku"](wider), folder / "step_0.pt")
-    assert_refused(r"step_0.pt: .* must have the shape .* of the last", load_run, folder)
+    assert_refused(r"step_0.pt: .* must have the shape .* of the last", load, folder)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.learners.compare import fit_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -87,16 +87,14 @@ def test_given_prompts_stand_for_their_law(arrays):
     with refused("d_x", "that of the prompts, 3", 4):
         PromptsTask.of(given, TaskConfig(d_x=4))
     pool = TaskConfig(d_x=D_X, n_tasks=4)
-    torch.testing.assert_close(
-        task_pool(PromptsTask.of(given, pool)), task_pool(pool), rtol=0, atol=0
-    )
+    torch.testing.assert_close(PromptsTask.of(given, pool).pool(), pool.pool(), rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.5, 0.01, d_x=D_X)
     found = classify(weights, given)
-    assert (found.pattern, found.n_prompts) == ("debiased_gd", N)
+    assert (found.label, found.n_prompts) == ("debiased_gd", N)
     error = predictor_of(weights).predict(given) - given.y_query
     assert found.loss.model == pytest.approx(error.square().mean().item())
     assert "Left out" in found.left_out

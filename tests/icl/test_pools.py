@@ -10,7 +10,7 @@ import torch
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl import predictors
 from mechinterp.icl.predictors import dmmse, log_posterior, ridge
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for, prompt_chunks, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for, prompt_chunks
 from tests.conftest import refused
 
 KMS = CovarianceConfig(kind="kms", rho=0.5)
@@ -47,7 +47,7 @@ def brute_force(prompts: Prompts, pool: np.ndarray, noise_var: float) -> np.ndar
 @pytest.mark.parametrize("noise_var", [2.0, 0.1, 1e-6])
 def test_dmmse_is_brute_force_bayes(name: str, noise_var: float):
     task = replace(TASKS[name], noise_var=noise_var)
-    pool = task_pool(task)
+    pool = task.pool()
     for new_tasks in (False, True):
         prompts = draw_prompts(task, 6, new_tasks=new_tasks, dtype=torch.float64)
         found = dmmse(prompts, pool=pool, noise_var=noise_var)
@@ -59,13 +59,13 @@ def test_one_task_is_known_without_any_pair():
     task = replace(TASKS["correlated"], n_tasks=1)
     prompts = draw_prompts(task, 9, dtype=torch.float64)
     for noise_var in (0.0, 0.1):
-        found = dmmse(prompts, pool=task_pool(task), noise_var=noise_var)
+        found = dmmse(prompts, pool=task.pool(), noise_var=noise_var)
         torch.testing.assert_close(found, prompts.y_query_clean)
 
 
 def test_without_pairs_dmmse_predicts_by_the_mean_of_the_pool():
     task = TASKS["two responses"]
-    prompts, pool = draw_prompts(task, 9, dtype=torch.float64), task_pool(task)
+    prompts, pool = draw_prompts(task, 9, dtype=torch.float64), task.pool()
     none = replace(prompts, x=prompts.x[:, :0], y=prompts.y[:, :0])
     for noise_var in (0.0, 0.1):
         found = dmmse(none, pool=pool, noise_var=noise_var)
@@ -77,7 +77,7 @@ def test_without_noise_the_tasks_that_fit_are_alike(dtype: torch.dtype):
     task = replace(TASKS["plain"], noise_var=0.0, context_length=1)
     # Two tasks that differ in a direction that the only pair does not see.
     prompts = draw_prompts(task, 1, dtype=torch.float64)
-    pool = task_pool(task)
+    pool = task.pool()
     x = prompts.x[0, 0]
     unseen = torch.linalg.cross(x, torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64))
     beta = prompts.beta[0]
@@ -91,7 +91,7 @@ def test_without_noise_the_tasks_that_fit_are_alike(dtype: torch.dtype):
 
 def test_a_large_pool_in_parts_is_the_pool_in_one(monkeypatch: pytest.MonkeyPatch):
     task = TaskConfig(d_x=2, context_length=8, n_tasks=2**12, noise_var=0.1)
-    pool, prompts = task_pool(task), draw_prompts(task, 70, dtype=torch.float64)
+    pool, prompts = task.pool(), draw_prompts(task, 70, dtype=torch.float64)
     monkeypatch.setattr(predictors, "POOL_BYTES", 2**20)
     assert 8 * 70 * 8 * len(pool) > 4 * 2**20
     found = dmmse(prompts, pool=pool, noise_var=0.1)
@@ -107,7 +107,7 @@ def test_a_large_pool_in_parts_is_the_pool_in_one(monkeypatch: pytest.MonkeyPatc
 def test_dmmse_is_the_best_prediction_on_its_pool():
     task = TaskConfig(d_x=3, context_length=4, n_tasks=5, noise_var=0.5, beta_var=1.0)
     prompts = draw_prompts(task, 20_000, dtype=torch.float64)
-    found = dmmse(prompts, pool=task_pool(task), noise_var=0.5)
+    found = dmmse(prompts, pool=task.pool(), noise_var=0.5)
     error = prompts.y_query_clean - found
     # The error of a posterior mean is uncorrelated with whatever is a function of the prompt.
     for other in (found, ridge(prompts, penalty=0.5), prompts.y[:, 0]):
@@ -127,9 +127,9 @@ def test_dmmse_is_the_best_prediction_on_its_pool():
 def test_what_is_no_pool_is_refused(change: dict, words: tuple):
     prompts = draw_prompts(TASKS["plain"], 2)
     with refused(*words):
-        dmmse(prompts, **({"pool": task_pool(TASKS["plain"]), "noise_var": 0.1} | change))
+        dmmse(prompts, **({"pool": TASKS["plain"].pool(), "noise_var": 0.1} | change))
     with refused("noise_var", "> 0 for log_posterior", 0):
-        log_posterior(prompts, pool=task_pool(TASKS["plain"]), noise_var=0)
+        log_posterior(prompts, pool=TASKS["plain"].pool(), noise_var=0)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -158,7 +158,7 @@ def test_new_tasks_are_the_prompts_of_the_task_without_a_pool(name: str, dtype: 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_a_pool_is_as_likely(name: str):
     task = TASKS[name]
-    pool, prompts = task_pool(task), draw_prompts(task, 7000, dtype=torch.float64)
+    pool, prompts = task.pool(), draw_prompts(task, 7000, dtype=torch.float64)
     same = (prompts.beta[:, None] == pool).all((2, 3)).double()
     assert (same.sum(1) == 1).all()
     error = (1 / 7 * 6 / 7 / 7000) ** 0.5
@@ -167,14 +167,14 @@ def test_every_task_of_a_pool_is_as_likely(name: str):
 
 def test_a_pool_has_the_law_of_its_task_and_depends_on_nothing_else():
     task = replace(TASKS["sparse"], n_tasks=3000)
-    pool = task_pool(task)
+    pool = task.pool()
     assert ((pool != 0).sum(1) == 2).all()
     assert torch.equal(pool[pool != 0].abs(), torch.full((6000,), 0.5**0.5, dtype=torch.float64))
-    dense = task_pool(TaskConfig(d_x=3, n_tasks=3000, beta_var=2.0))
+    dense = TaskConfig(d_x=3, n_tasks=3000, beta_var=2.0).pool()
     squares = dense.square().flatten()
     assert (squares.mean() - 2).abs() < 4 * squares.std() / len(squares) ** 0.5
-    assert torch.equal(task_pool(replace(task, context_length=3, noise_var=4.0)), pool)
-    assert torch.equal(task_pool(replace(task, n_tasks=5)), pool[:5])
-    assert not torch.isin(task_pool(replace(task, task_seed=1))[:5], dense).any()
+    assert torch.equal(replace(task, context_length=3, noise_var=4.0).pool(), pool)
+    assert torch.equal(replace(task, n_tasks=5).pool(), pool[:5])
+    assert not torch.isin(replace(task, task_seed=1).pool()[:5], dense).any()
     pool.zero_()  # a copy: prompts keep their tasks
-    assert task_pool(task).any()
+    assert task.pool().any()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config.vectors import STREAMS
 from mechinterp.icl.prompts import (
-    STREAMS,
     Prompts,
     covariance_matrix,
     draw_prompts,

@@ -24,7 +24,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"attribute-edges": 4, "faithfulness": 4}
+FEW = {"attribute-edges": 4, "circuit-faithfulness": 4}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
     **{
@@ -152,7 +152,7 @@ def test_an_analysis_is_described_in_sentences_by_its_docstring():
         first = inspect.cleandoc(analysis.function.__doc__).partition("\n\n")[0]
         assert analysis.described.startswith(" ".join(first.split())), name
         assert analysis_of(name) == (name, analysis)
-    with pytest.raises(ValueError, match=r"must be one of classify, circuits, .*, got 'nothing'"):
+    with pytest.raises(ValueError, match=r"must be one of response, classify, .*, got 'nothing'"):
         analysis_of("nothing")
 
 

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from mechinterp import from_pretrained, load, model_card
+from mechinterp import load
 from mechinterp.checkpoints.io.files import CheckpointError
+from mechinterp.report.hub import card_with_verdict
 from tests.conftest import CHECKPOINTS, python
 
 TOKEN = "hf_of_the_stand_in"
@@ -26,20 +27,20 @@ NAME = "someone/two-heads"
 CODE = f"""
 import json
 import huggingface_hub
-from mechinterp import from_pretrained, load, push_to_hub
+from mechinterp import load, push_to_hub
 from mechinterp.checkpoints.io.files import CheckpointError
 
 def pulled():
-    model = from_pretrained("{NAME}")
+    model = load("{NAME}")
     return [model.name, model.step, len(model.snapshots), model.weights.QK.sum().item()]
 
 address = push_to_hub(load("softmax-h2-s0"), "{NAME}", token="{TOKEN}")
-said = {{"pushed": address, "revision": from_pretrained("{NAME}", revision=address[-40:]).step}}
+said = {{"pushed": address, "revision": load("{NAME}", revision=address[-40:]).step}}
 said |= {{"online": pulled(), "refused": []}}
 for call in (
-    lambda: from_pretrained("someone/nothing"),
-    lambda: from_pretrained("{NAME}", revision="none"),
-    lambda: from_pretrained("someone/else", local_files_only=True),
+    lambda: load("someone/nothing"),
+    lambda: load("{NAME}", revision="none"),
+    lambda: load("someone/else"),
     lambda: push_to_hub(load("softmax-h2-s0"), "someone/one", token="hf_wrong"),
 ):
     try:
@@ -174,7 +175,7 @@ def test_a_pushed_model_comes_back_and_stays_in_the_cache(tmp_path: Path):
         *("README.md", "config.json", "model.safetensors"),
         *("history.parquet", "snapshots.safetensors"),
     }
-    assert f'from_pretrained("{NAME}")' in files["README.md"].decode()
+    assert f'load("{NAME}")' in files["README.md"].decode()
     own = load("softmax-h2-s0")
     circuits = own.weights.QK.sum().item()
     assert said["online"] == ["two-heads", own.step, len(own.snapshots), circuits]
@@ -186,24 +187,27 @@ def test_a_pushed_model_comes_back_and_stays_in_the_cache(tmp_path: Path):
 
 
 def test_folders_and_names_come_before_repositories(tmp_path: Path, monkeypatch):
-    own = from_pretrained("softmax-h2-s0")
+    own = load("softmax-h2-s0")
     assert torch.equal(own.weights.OV, load("checkpoints/softmax-h2-s0").weights.OV)
     own.save_pretrained(tmp_path / "someone" / "two")
     card = (tmp_path / "someone" / "two" / "README.md").read_text(encoding="utf-8")
-    assert card == model_card(own, source="two")
+    assert card == own.card(source="two")
+    assert own.step == 500_001
+    assert "| trained | 500,001 steps of 256 prompts" in card
+    assert "debiased_gd" not in card
     monkeypatch.chdir(tmp_path)
-    assert from_pretrained("someone/two").step == own.step
+    assert load("someone/two").step == own.step
     with pytest.raises(CheckpointError, match="revision needs a repository of the hub, got 'main'"):
-        from_pretrained("someone/two", revision="main")
+        load("someone/two", revision="main")
 
 
 def test_a_name_is_no_markup_in_a_card(tmp_path: Path):
     name = 'a"b|`c` *d* <i>](e)\\ \n# f'
     odd = replace(load("softmax-h2-s0"), path=tmp_path / name)
-    card = model_card(odd)
+    card = card_with_verdict(odd)
     (title,) = (line for line in card.splitlines() if line.startswith("# "))
     assert not re.search(r"(?<!\\)[|`*<>\[\]()]", title)
-    (call,) = re.findall(r"from_pretrained\((.*)\)$", card, re.M)
+    (call,) = re.findall(r"load\((.*)\)$", card, re.M)
     assert ast.literal_eval(call) == odd.name
 
 
@@ -211,7 +215,7 @@ def test_a_name_is_no_markup_in_a_card(tmp_path: Path):
 def test_the_card_of_a_shipped_model_is_that_which_is_written_now():
     """`python -m analyses.lib.cards` writes them; measured numbers may differ in their last digits."""
     folder = CHECKPOINTS / "softmax-h2-s0"
-    stored, again = (folder / "README.md").read_text("utf-8"), model_card(load(folder))
+    stored, again = (folder / "README.md").read_text("utf-8"), card_with_verdict(load(folder))
     counts = re.compile(r"\d+ of \d+ calibration models")
     assert counts.findall(stored) == counts.findall(again)
     without = [re.sub(r"\d+(\.\d+)?(e-\d+)?", "#", text) for text in (stored, again)]

@@ -10,7 +10,7 @@ from analyses.lib.theory.linear_pools import pool_optimum, second_moment
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import CovarianceConfig, TaskConfig, override
 from mechinterp.icl.predictors import dmmse
-from mechinterp.icl.prompts import covariance_matrix, draw_prompts, task_pool
+from mechinterp.icl.prompts import covariance_matrix, draw_prompts
 from mechinterp.presets import preset
 from mechinterp.theory.linear import merged_heads, modes, population_moments
 from mechinterp.training.linear import flow, task_moments, train_linear
@@ -25,7 +25,7 @@ EACH = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 def optimum_of(task: TaskConfig):
     return pool_optimum(
-        task_pool(task)[..., 0].numpy(),
+        task.pool()[..., 0].numpy(),
         covariance_matrix(task.covariance, task.d_x),
         context_length=task.context_length,
         noise_var=task.noise_var,
@@ -44,7 +44,7 @@ def test_the_row_of_the_facts_for_one_task():
 @pytest.mark.parametrize("n_tasks", [1, 2, 4, 8, 64])
 def test_the_formulas_of_the_facts(n_tasks: int):
     task = replace(TASK, n_tasks=n_tasks)
-    T, d, L, s2 = second_moment(task_pool(task)[..., 0].numpy()), 5, 20, 0.25
+    T, d, L, s2 = second_moment(task.pool()[..., 0].numpy()), 5, 20, 0.25
     G = (1 + 1 / L) * T + (np.trace(T) + s2) / L * np.eye(d)
     A = T @ np.linalg.inv(G)
     best = optimum_of(task)
@@ -76,7 +76,7 @@ def test_no_other_matrix_is_better(task: TaskConfig):
 
 def test_linear_attention_keeps_second_moments_only():
     # Two pools of the same second moment, one of them with tasks and their negatives: the same optimum, other posteriors.
-    pool, law = task_pool(TASK), {"context_length": 20, "noise_var": 0.25}
+    pool, law = TASK.pool(), {"context_length": 20, "noise_var": 0.25}
     both = (pool, torch.cat([pool, -pool]))
     first, second = (pool_optimum(each[..., 0].numpy(), np.ones(5), **law) for each in both)
     np.testing.assert_allclose(first.M, second.M, atol=1e-14)

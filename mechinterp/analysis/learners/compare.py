@@ -41,7 +41,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, draw_prompts, prompt_chunks, task_pool
+from mechinterp.icl.prompts import Prompts, draw_prompts, prompt_chunks
 from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_optimise
 from mechinterp.models.run.evaluation import evaluation_prompts, require_number, task_for
 from mechinterp.models.run.predictor import (
@@ -96,7 +96,7 @@ LEARNERS = {
     ),
     "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task_pool(task), noise_var=task.noise_var)
+        lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_var)
     ),
     "least squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "ridge at its best": SimpleLearner(

@@ -33,7 +33,7 @@ from mechinterp.icl.predictors import (
     require_pool,
     ridge,
 )
-from mechinterp.icl.prompts import Prompts, generator_for, task_pool
+from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.progress import progress
@@ -233,7 +233,7 @@ def compare_priors(
     Source:
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
     See also:
-        `ablate`, `over_steps`, `dmmse`, `task_pool`.
+        `ablate`, `over_steps`, `dmmse`, `TaskConfig.pool`.
     Example:
         >>> from functools import partial
         >>> from mechinterp.config import TaskConfig
@@ -435,7 +435,7 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
             raise ValueError(
                 f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
-        return Setting(task, task_pool(task), own=True)
+        return Setting(task, task.pool(), own=True)
     require_pool(pool, task.d_x, task.d_y)
     return Setting(task, pool.to("cpu", torch.float64), own=False)
 

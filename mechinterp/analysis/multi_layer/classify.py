@@ -44,7 +44,7 @@ CONSTANT = 1e-8
 class LayeredClassification(Classified):
     """How much the excess risk rises when one head of a layered model is masked, and what the model is near to.
 
-    `pattern` is the algorithm that several layers carry out, a label of `icl.algorithms`, "undetermined" or
+    `label` is the algorithm that several layers carry out, a label of `icl.algorithms`, "undetermined" or
     "unstructured"; "undetermined" for a single layer.
     """
 
@@ -59,14 +59,14 @@ class LayeredClassification(Classified):
     heads: Ablation
     """Excess risk of the full model, and its rise when a head is masked."""
     COLUMNS: ClassVar = {
-        "excess_risk_increase": "Excess risk with the head masked minus that of the full model, unit y^2.",
-        "sem": "Standard error of excess_risk_increase, paired over prompts.",
+        "rise": "Excess risk with the head masked minus that of the full model, unit y^2.",
+        "rise_sem": "Standard error of rise, paired over prompts.",
     }
 
     @property
     def verdict(self) -> Verdict:
         """Verdict: what the model computes, how sure that is, and what is excluded."""
-        pattern, algorithm = self.pattern, self.algorithm
+        pattern, algorithm = self.label, self.algorithm
         computes = ""
         if pattern in NO_LABEL:
             none = "nothing that helps on its task (unstructured)"
@@ -91,7 +91,7 @@ class LayeredClassification(Classified):
     @property
     def brief(self) -> str:
         """R² of the algorithm, or the reason that there is none."""
-        if self.pattern in NO_LABEL:
+        if self.label in NO_LABEL:
             return f"; {self.reason}"
         if self.algorithm is None or not self.algorithm.nearest:
             return ""
@@ -103,12 +103,12 @@ class LayeredClassification(Classified):
         Heads with a line have a rise above two standard errors, or above the full model's excess risk: such a rise may have
         a large error because few prompts carry it.
         """
-        frame = self.to_frame().sort_values("excess_risk_increase", ascending=False)
-        size = frame["excess_risk_increase"].abs()
-        clear = (size > 2 * frame["sem"]) | (size > self.heads.full_risk)
+        frame = self.to_frame().sort_values("rise", ascending=False)
+        size = frame["rise"].abs()
+        clear = (size > 2 * frame["rise_sem"]) | (size > self.heads.full_risk)
         shown = frame[clear].head(rows)
         lines = [
-            f"  {row.label:<6}  {with_error(row.excess_risk_increase, row.sem):>25}  {digits(row.importance):>25}"
+            f"  {row.label:<6}  {with_error(row.rise, row.rise_sem):>25}  {digits(row.importance):>25}"
             for row in shown.itertuples()
         ]
         less, names = int(clear.sum()) - len(shown), sorted(frame[~clear]["label"])
@@ -123,8 +123,8 @@ class LayeredClassification(Classified):
     @property
     def heaviest(self) -> str:
         """Which head's masking raises the excess risk most."""
-        most = self.to_frame().nlargest(1, "excess_risk_increase").iloc[0]
-        rise = with_error(most["excess_risk_increase"], most["sem"])
+        most = self.to_frame().nlargest(1, "rise").iloc[0]
+        rise = with_error(most["rise"], most["rise_sem"])
         risk = with_error(self.heads.full_risk, self.heads.full_risk_sem)
         return f"masking {most['label']} raises the excess risk most, by {rise} y² on {risk}"
 
@@ -135,7 +135,7 @@ class LayeredClassification(Classified):
             facts.append(self.near.sentence)
         sentences = [*self.summary, *(f"{each[0].upper()}{each[1:]}." for each in facts)]
         # Without a label the verdict has the reason already.
-        if self.algorithm is not None and self.pattern not in NO_LABEL:
+        if self.algorithm is not None and self.label not in NO_LABEL:
             sentences.append(self.algorithm.sentences()[0])
         return sentences
 
@@ -144,7 +144,7 @@ class LayeredClassification(Classified):
         heads = Table(
             self.to_frame(),
             "What the excess risk rises by when a head is masked",
-            by="excess_risk_increase",
+            by="rise",
             quiet=("label",),
         )
         own = {} if self.algorithm is None else self.algorithm.tables()
@@ -171,7 +171,6 @@ class LayeredClassification(Classified):
         """One row per head."""
         rise = self.heads.rise
         frame = frame_of(self.heads, *with_sem("rise"), "importance", **head_axes(rise))
-        frame = frame.rename(columns={"rise": "excess_risk_increase", "rise_sem": "sem"})
         frame.insert(2, "label", head_names(rise.shape))
         return frame
 
@@ -212,7 +211,7 @@ def classify_layers(
         >>> tensors = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
         >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
-        >>> classify_layers(layer, n_prompts=8).pattern
+        >>> classify_layers(layer, n_prompts=8).label
         'undetermined'
     """
     predictor = predictor_of(source)
@@ -226,7 +225,7 @@ def classify_layers(
     if predictor.n_layers > 1:
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
-        pattern="undetermined" if algorithm is None else algorithm.label,
+        label="undetermined" if algorithm is None else algorithm.label,
         reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
         heads=ablate(predictor, prompts, what="heads"),

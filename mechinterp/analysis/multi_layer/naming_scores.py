@@ -614,15 +614,18 @@ def step_effects(
         if the stream cannot be set, or its linear images need more prompts.
     """
     prompts, d_y = prompts[:STEP_PROMPTS], task.d_y
+    hooked = predictor.hooked
     try:
-        places = query_positions(predictor.hooked, prompts)
+        places = query_positions(hooked, prompts)
+        if len(_widths(hooked, prompts[:1])) > 1:
+            return None  # a layer whose output is no sum with its input
         streams = predictor.streams(prompts)[:, :, -1].cpu().double()
     except NoStreamError:
         return None
     held, x = states(algorithm, scalars, prompts, task, predictor.n_layers), prompts.x_query
     if len(prompts) < 4 * (held[0].shape[1] + task.d_x):
         return None
-    predicted = partial(_predictions, predictor.hooked, prompts[1::2])
+    predicted = partial(_predictions, hooked, prompts[1::2])
     known, rows = predicted(), []
     for layer in range(predictor.n_layers):
         before, after = streams[layer : layer + 2]
@@ -638,6 +641,13 @@ def step_effects(
         change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
         rows.append((r2_and_sem(put, known)[0], change))
     return pd.DataFrame(rows, columns=["steps_r2", "exchanged_r2"])
+
+
+def _widths(hooked: HookedPredictor, prompts: Prompts) -> set[int]:
+    """Widths of the stream before each layer and after the last."""
+    names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
+    _, streams = hooked.activations(prompts, names)
+    return {stream.shape[-1] for stream in streams}
 
 
 def states(

@@ -40,7 +40,7 @@ SCALES = (
 class Classification(Evidence, Classified):
     """Label of a model and of its heads, with the evidence.
 
-    `pattern` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
+    `label` is one of "kernel_regression", "debiased_gd", "preconditioned_gd", "weighted_preconditioned_gd",
     "task_heads", "superposition", "linear_gd", "unstructured", "undetermined".
     """
 
@@ -84,7 +84,7 @@ class Classification(Evidence, Classified):
     @property
     def verdict(self) -> Verdict:
         """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
-        pattern, near, p = self.pattern, self.near, self.p_values["task_r2"]
+        pattern, near, p = self.label, self.near, self.p_values["task_r2"]
         chance = f"; {chance_text(p, self.n_random, 'random weights')}"
         if pattern in NO_LABEL:
             computes = f"{NO_LABEL[pattern].format(kind='formulas')}: {self.reason}"
@@ -135,7 +135,7 @@ class Classification(Evidence, Classified):
         kinds = ", ".join(f"{self.labels.count(label)} {label}" for label in labels)
         return [
             *self.summary,
-            f"The pattern is {self.pattern}: {self.reason}.",
+            f"The pattern is {self.label}: {self.reason}.",
             f"{counted(len(self.labels), 'head')}: {kinds}.",
         ]
 
@@ -151,7 +151,7 @@ class Classification(Evidence, Classified):
     @property
     def brief(self) -> str:
         """The R² behind the label, or the reason why there is none."""
-        if self.pattern in NO_LABEL:
+        if self.label in NO_LABEL:
             return f"; {self.reason}"
         return f", {explained(self.learner.r2, self.learner.r2_sem)}"
 
@@ -253,7 +253,7 @@ class Classification(Evidence, Classified):
         heads = enumerate(zip(self.labels, points, strict=True))
         return figures.runs(
             {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},
-            title=f"Heads: {self.pattern}",
+            title=f"Heads: {self.label}",
             x_title="omega (1/x²)",
             y_title="mu",
             markers=True,

@@ -94,7 +94,7 @@ def classify(
         `classify_circuits`, `classify_layers`, `name_algorithm`, `fit_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).pattern
+        >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
         'debiased_gd'
     """
     predictor = predictor_of(source)
@@ -124,8 +124,8 @@ def classify(
         readings = possible if any(each.predicts for each in possible) else readings[:1]
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
-    pattern, reason = agreed_label([each.pattern for each in every], every[0].reason, readings)
-    return replace(every[0], pattern=pattern, reason=reason)
+    label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
+    return replace(every[0], label=label, reason=reason)
 
 
 def agreed_label(
@@ -243,7 +243,7 @@ def _classified(
     decision = model_decision(groups, of_groups, evidence, limits)
     return Classification(
         **vars(evidence),
-        pattern=decision.label,
+        label=decision.label,
         reason=decision.reason,
         checks=decision.checks,
         labels=labels,

@@ -2,12 +2,10 @@
 
 An edge goes from what a node writes (a head, an MLP, the input) to what a later node reads (the query, key or value of a
 head, an MLP, the output). Its effect is the change of a metric on corrupted prompts when this one reader gets what the
-sender writes on the clean prompts. A circuit is the model with some edges only: `faithfulness` says how much of its
-prediction stays.
+sender writes on the clean prompts.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -18,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
@@ -29,17 +27,10 @@ from mechinterp.analysis.patching.pairing import (
     Pair,
     clean_and_corrupted,
     graph_of,
-    hooks_of,
     layer_of,
-    written_at,
 )
-from mechinterp.analysis.stats import (
-    estimates,
-    mean_and_sem,
-    rank_correlation,
-    ratio_and_sem,
-    resampled,
-)
+from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import require_gradients
@@ -47,14 +38,16 @@ from mechinterp.models.hooked.hooks import Hooks
 from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions
+from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import progress
 
 LISTED = 12
+"""Number of edges in the figure."""
 N_PAIRS = 32
 """Default number of pairs of prompts; every edge needs one run on them."""
 ROWS = 256
-"""Number of prompts that run side by side, several edges into one layer together."""
+"""Number of prompts that run side by side: several edges into one layer are patched together up to this number."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,6 +105,24 @@ class EdgeEffects(Result):
         frame = frame_of(self, *with_sem("estimate", "patched"), **axes).dropna(subset=["patched"])
         return frame.sort_values("patched", key=np.abs, ascending=False, ignore_index=True)
 
+    def circuit(self, n_edges: int | None = None) -> pd.DataFrame:
+        """The first edges by abs(estimate), as `circuit_faithfulness` takes them: one row per edge.
+
+        The columns are "from", "to" and "nodes", the graph. A CSV file keeps the table unchanged.
+
+        Args:
+            n_edges: Number of edges; None means all.
+        Raises:
+            ValueError: If there are fewer edges, or `n_edges` is below 1.
+        """
+        edges = self.to_frame()
+        n_edges = len(edges) if n_edges is None else n_edges
+        if not 1 <= n_edges <= len(edges):
+            raise ValueError(f"n_edges must lie in 1 to {len(edges)}, got {n_edges}.")
+        first = edges.sort_values("estimate", key=np.abs, ascending=False, kind="stable")[:n_edges]
+        nodes = "all" if "output" in self.receivers else "heads"
+        return first[["from", "to"]].assign(nodes=nodes).reset_index(drop=True)
+
     def plot(self) -> go.Figure:
         """Edges with the largest effects, estimated and patched."""
         top = self.to_frame().head(LISTED)
@@ -129,12 +140,13 @@ class EdgeEffects(Result):
 @torch.inference_mode(False)
 def attribute_edges(
     source: Source,
-    clean: Prompts | None = None,
-    corrupted: Prompts | None = None,
+    prompts: Prompts | None = None,
     *,
+    corrupted: Prompts | None = None,
     nodes: str = "heads",
     ig_steps: int = 1,
     metric: Metric | None = None,
+    task: TaskLike | None = None,
     n_prompts: int = N_PAIRS,
     seed: int = 0,
 ) -> EdgeEffects:
@@ -146,7 +158,7 @@ def attribute_edges(
     with w_u what node u writes (z_u W_O for a head), r_v the stream that node v reads (before any norm), and m the metric.
 
     Args:
-        clean: Clean prompts; None draws `n_prompts` of the model's own task with `seed`.
+        prompts: Clean prompts; None draws `n_prompts` of the model's own task with `seed`.
         corrupted: Corrupted prompts; None means the clean ones with other task vectors, drawn with `seed` + 1. The
             covariates are then the same on both, so that edges that depend on covariates alone have no effect.
         nodes: "heads" for edges from heads to heads of later layers. "all" for the graph of the whole model: from the
@@ -154,31 +166,42 @@ def attribute_edges(
         ig_steps: 1 for attribution patching (EAP). More for integrated gradients (EAP-IG), which average the gradient
             between corrupted and clean prompts. The effect of a single patch is closer to EAP: a patch is a small step
             from the corrupted prompts.
-        metric: Function from the model's output to one number per prompt; None means minus the squared distance between
-            the prediction and that on the clean prompts, unit y^2.
+        metric: Function from predictions [batch, d_y] and the clean prompts to one number per prompt; None means minus
+            the squared distance between the prediction and that on the clean prompts, unit y^2.
+        task: Law of drawn prompts; None means the model's own.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has no edges, its stream is not
             the sum of outputs (a norm after each layer, layers that are not the stream), what a node reads or writes has
-            no hook, or the prompts differ in shape.
+            no hook, the prompts differ in shape, or the metric does not give one number per prompt.
     Source:
         Edges and patches are those of transformer_lens 4.3; a test compares both (Syed et al. 2023, arXiv 2310.10348;
         Wang et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv 2403.17806, with
         (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2, theirs 1 / K.
     See also:
-        `faithfulness`, `patch_positions`, `composition_scores`.
+        `circuit_faithfulness`, `patch_activations`, `composition_scores`.
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> len(attribute_edges(checkpoint, n_prompts=4).to_frame())
-        288
+        >>> edges = attribute_edges(checkpoint, n_prompts=4)
+        >>> len(edges.to_frame()), edges.circuit(2).columns.tolist()
+        (288, ['from', 'to', 'nodes'])
         >>> attribute_edges(checkpoint, n_prompts=4, nodes="all").senders[:3]
         ('input', 'L0H0', 'L0H1')
     """
+    require_prompts(prompts, "attribute_edges")
     hooked = predictor_of(source).hooked
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
     graph_of(hooked, nodes)  # refused before prompts are drawn
-    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
+    clean, corrupted = clean_and_corrupted(
+        source,
+        prompts,
+        corrupted,
+        analysis="attribute_edges",
+        task=task,
+        n_prompts=n_prompts,
+        seed=seed,
+    )
     if isinstance(hooked.model, ModuleHooks):
         query_positions(hooked, clean)
         require_sum(hooked.model, hooked.inputs(clean))
@@ -259,44 +282,55 @@ def noted_run(
 
 @torch.no_grad()
 def _patches(pair: Pair) -> Float[np.ndarray, "prompt sender receiver"]:
-    """Effect of patching each edge, for each prompt; NaN where there is no edge.
-
-    A first run, with the sender's change added to a stream, gives what the receivers of this stream compute from it.
-    That is then put into a second run in which nothing else is changed, several receivers side by side. A model that can
-    start at a layer starts both runs at the layer of the receivers.
-    """
-    hooked, edges, batch = pair.hooked, pair.edges, len(pair.corrupted)
-    effects = np.full((batch, *edges.shape), np.nan)
+    """Effect of patching each edge, for each prompt; NaN where there is no edge."""
+    hooked, edges = pair.hooked, pair.edges
+    effects = np.full((len(pair.corrupted), *edges.shape), np.nan)
     layers = sorted({layer_of(node.hook) for node in pair.receivers})
     output, streams = noted_run(hooked, pair.corrupted, map(resid_name, layers))
-    full, together = pair.metric(output), max(1, ROWS // batch) if hooked.restarts else 1
+    full = pair.metric(output)
     for sender in progress(range(len(pair.senders)), "patching edges"):
         later = np.flatnonzero(edges[sender]).tolist()
-        add = partial(_added, more=pair.moved[:, :, sender])
         for stream, group in groupby(later, lambda index: pair.receivers[index].stream):
-            layer, some = layer_of(stream), list(group)
-            start = {"start_at_layer": layer} if hooked.restarts else {}
-            tokens = streams[resid_name(layer)] if hooked.restarts else pair.corrupted
-            names = {pair.receivers[index].hook for index in some}
-            _, read = noted_run(hooked, tokens, names, [(stream, add)], **start)
-            for first in range(0, len(some), together):
-                chunk = some[first : first + together]
-                repeated = tokens.repeat(len(chunk), *[1] * (tokens.ndim - 1))
-                hooks = []
-                for name in names:
-                    nodes = {run: pair.receivers[index] for run, index in enumerate(chunk)}
-                    at = {run: node.head for run, node in nodes.items() if node.hook == name}
-                    hooks.append((name, partial(_put_in_runs, at=at, values=read[name])))
-                output, _ = noted_run(hooked, repeated, (), hooks, **start)
-                for index, one in zip(chunk, output.split(batch), strict=True):
-                    change = pair.metric(one) - full
-                    effects[:, sender, index] = change.double().numpy(force=True)
+            for receiver, patched in _patched_readers(pair, sender, stream, list(group), streams):
+                effects[:, sender, receiver] = (patched - full).double().numpy(force=True)
     return effects
 
 
+def _patched_readers(
+    pair: Pair, sender: int, stream: str, readers: list[int], streams: dict[str, Tensor]
+) -> Iterator[tuple[int, Float[Tensor, " batch"]]]:
+    """Metric when one reader of a stream gets the sender's change, for each of its readers.
+
+    A first run, with the sender's change added to the stream, gives what the readers compute from it. A second run gets
+    these values at one reader and is otherwise unchanged; the runs of several readers lie side by side. A model that can
+    start at a layer starts both runs at the layer of the readers.
+    """
+    hooked, layer, batch = pair.hooked, layer_of(stream), len(pair.corrupted)
+    start = {"start_at_layer": layer} if hooked.restarts else {}
+    tokens = streams[resid_name(layer)] if hooked.restarts else pair.corrupted
+    names = {pair.receivers[index].hook for index in readers}
+    add = partial(_added, more=pair.moved[:, :, sender])
+    _, read = noted_run(hooked, tokens, names, [(stream, add)], **start)
+    together = max(1, ROWS // batch) if hooked.restarts else 1
+    for first in range(0, len(readers), together):
+        chunk = readers[first : first + together]
+        nodes = [pair.receivers[index] for index in chunk]
+        repeated = tokens.repeat(len(chunk), *[1] * (tokens.ndim - 1))
+        hooks = []
+        for name in names:
+            at = {run: node.head for run, node in enumerate(nodes) if node.hook == name}
+            hooks.append((name, partial(_put_in_runs, at=at, values=read[name])))
+        output, _ = noted_run(hooked, repeated, (), hooks, **start)
+        yield from zip(chunk, map(pair.metric, output.split(batch)), strict=True)
+
+
 def _put_in_runs(own: Tensor, hook: object, *, at: dict[int, int | None], values: Tensor) -> Tensor:
-    """Hook that replaces what one head, or an MLP or the output, computes in some of the runs, which lie one after
-    another."""
+    """Hook that replaces what one head, an MLP or the output computes in some of the runs.
+
+    Args:
+        own: Values of all runs; the prompts of a run stand together.
+        at: Head whose values are replaced, by run; None replaces all values.
+    """
     own = own.clone()
     for run, head in at.items():
         place = slice(None) if head is None else head
@@ -305,6 +339,7 @@ def _put_in_runs(own: Tensor, hook: object, *, at: dict[int, int | None], values
 
 
 def _added(stream: Tensor, hook: object, *, more: Tensor) -> Tensor:
+    """Hook that adds to a stream."""
     return stream + more
 
 
@@ -317,198 +352,3 @@ def _rank_correlation(estimate: np.ndarray, patched: np.ndarray) -> tuple[float,
         for shares in resampled(len(patched))
     ]
     return rank_correlation(*both.mean(1)), float(np.std(again, ddof=1))
-
-
-N_SIZES = 12
-"""Default number of circuits that are measured."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Faithfulness(Result):
-    """Faithfulness of the circuits that the first edges of a ranking make.
-
-    f(k) = (m(k) - m(0)) / (m(all) - m(0)), with m minus the squared distance to the full model's prediction when k
-    edges are kept and all others carry the outputs of corrupted prompts.
-    """
-
-    n_edges: Int[np.ndarray, " size"]
-    """Number of edges kept."""
-    faithfulness: Float[np.ndarray, " size"]
-    """f at each size: 0 without edges, 1 with all."""
-    faithfulness_sem: Float[np.ndarray, " size"]
-    """Standard error of `faithfulness` over prompts, for this ranking."""
-    distance: Float[np.ndarray, " size"]
-    """Mean squared distance of the circuit's prediction to the full model's, -m(k); unit y^2."""
-    distance_sem: Float[np.ndarray, " size"]
-    """Standard error of `distance` over prompts."""
-    cpr: float
-    """Area under f over the share of edges kept; 1 is the best where f does not exceed 1."""
-    cpr_sem: float
-    """Bootstrap standard error of `cpr` over prompts."""
-    cmd: float
-    """Area of |1 - f| over the share of edges kept; 0 is the best."""
-    cmd_sem: float
-    """Bootstrap standard error of `cmd` over prompts."""
-
-    def __repr__(self) -> str:
-        return (
-            f"Faithfulness(CPR {self.cpr:.3f} ± {self.cpr_sem:.1g}, CMD {self.cmd:.3f} ± {self.cmd_sem:.1g}, "
-            f"{self.n_edges[-1]} edges)"
-        )
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per size of the circuit."""
-        return frame_of(self, *with_sem("faithfulness", "distance"), n_edges=self.n_edges)
-
-    def plot(self) -> go.Figure:
-        """Faithfulness over the number of edges kept."""
-        return figures.lines(
-            self.n_edges,
-            {"circuit": (self.faithfulness, self.faithfulness_sem)},
-            title="Faithfulness of the first edges",
-            x_title="number of edges kept",
-            y_title="faithfulness (0: no edge, 1: all edges)",
-        )
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def faithfulness(
-    source: Source,
-    ranking: EdgeEffects | pd.DataFrame | None = None,
-    clean: Prompts | None = None,
-    corrupted: Prompts | None = None,
-    *,
-    nodes: str = "heads",
-    sizes: Sequence[int] | None = None,
-    n_prompts: int = N_PAIRS,
-    seed: int = 0,
-) -> Faithfulness:
-    """Faithfulness of the circuits of the first edges of a ranking, over the number of edges.
-
-    Between heads, what comes from the input and from MLPs and what goes to MLPs and to the output is always kept.
-
-    Args:
-        ranking: Result of `attribute_edges`, ranked by the size of the estimate; or a frame with columns "from" and "to"
-            such as "L0H1" and "L2H3.v", the most important edge first, each edge once. None: by `attribute_edges` on the
-            same prompts.
-        clean: Clean prompts, on which the circuit runs; None draws `n_prompts` with `seed`.
-        corrupted: Corrupted prompts; None means the clean ones with other task vectors.
-        nodes: Graph without a ranking: "heads", or "all" for the whole model. A ranking names its own.
-        sizes: Numbers of edges to keep; none and all are added. None means twelve, from one edge on.
-    Raises:
-        ValueError: If the model is not one of this package, or has one layer; if the ranking names other edges or
-            misses one.
-    Source:
-        Mueller et al. 2025, "MIB", arXiv 2504.13151 (faithfulness, CPR and CMD). Their graphs are those of nodes="all".
-    See also:
-        `attribute_edges`.
-    Example:
-        >>> from mechinterp import load
-        >>> checkpoint = load("sparse-h4-noise0.1-s0")
-        >>> found = faithfulness(checkpoint, n_prompts=4)
-        >>> found.faithfulness[[0, -1]].tolist()
-        [0.0, 1.0]
-    """
-    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
-    if ranking is None:
-        ranking = attribute_edges(source, clean, corrupted, nodes=nodes)
-    edges = _ranked(ranking)
-    nodes = "all" if (edges["to"] == "output").any() else "heads"
-    pair = Pair.of(predictor_of(source).hooked, clean, corrupted, nodes=nodes)
-    order = _order(edges, pair)
-    asked = np.geomspace(1, len(order), N_SIZES).round() if sizes is None else np.array(sizes)
-    counts = np.unique([0, len(order), *asked]).astype(int)
-    if counts[0] < 0 or counts[-1] > len(order):
-        raise ValueError(f"sizes must lie in 0 to {len(order)}, the number of edges, got {asked}.")
-    values = []
-    for count in progress(counts.tolist(), "keeping edges"):
-        kept = np.zeros(pair.edges.shape, dtype=bool)
-        kept[tuple(order[:count].T)] = True
-        values.append(pair.metric(circuit_output(pair, kept)).double().numpy(force=True))
-    metric = np.stack(values, 1)  # [prompt, size]
-    gained = metric - metric[:, :1]
-    found = ratio_and_sem(gained, gained[:, -1])
-    cpr, cmd = _areas(found[0], counts)
-    shares = resampled(len(gained))
-    again = np.array([_areas(mean / mean[-1], counts) for mean in shares @ gained])
-    cpr_sem, cmd_sem = again.std(axis=0, ddof=1)
-    return Faithfulness(
-        counts, *found, *mean_and_sem(-metric), cpr, float(cpr_sem), cmd, float(cmd_sem)
-    )
-
-
-def circuit_output(pair: Pair, kept: Bool[np.ndarray, "sender receiver"]) -> Tensor:
-    """Output of the model on the clean prompts if every edge that is not kept carries what its sender writes on the
-    corrupted prompts."""
-    model: Any = pair.hooked.model
-    writing, reading = hooks_of(pair.senders), defaultdict(list)
-    for index, node in enumerate(pair.receivers):
-        reading[node.own_input].append(index)
-        if node.own_input not in model.hook_dict:
-            raise ValueError(
-                f"circuits of edges need a model with the hook {node.own_input}, got {type(model).__name__} without it."
-            )
-    _, cache = model.run_with_cache(pair.corrupted, names_filter=writing)
-    corrupted = {name: written_at(model, name, cache[name]) for name in writing}
-    moved: list[Tensor] = []  # corrupted minus current output of the senders so far, by hook
-
-    def note(values: Tensor, hook: object, *, name: str) -> None:
-        moved.append(corrupted[name] - written_at(model, name, values))
-
-    def shifted(own: Tensor, hook: object, *, receivers: list[int]) -> Tensor:
-        if not moved:
-            return own
-        every = torch.cat(moved, dim=2)
-        cut = torch.from_numpy(~kept[: every.shape[2], receivers]).to(own)
-        shift = einsum(every, cut, "batch pos sender d, sender reader -> batch pos reader d")
-        return own + (shift if own.ndim == 4 else shift[:, :, 0])
-
-    hooks: Hooks = [
-        *((name, partial(note, name=name)) for name in writing),
-        *((name, partial(shifted, receivers=some)) for name, some in reading.items()),
-    ]
-    switches = "use_split_qkv_input", "use_hook_mlp_in"
-    before = {name: getattr(model.cfg, name) for name in switches}
-    try:
-        for name in switches:
-            getattr(model, f"set_{name}")(True)
-        return model.run_with_hooks(pair.clean, fwd_hooks=hooks)
-    finally:
-        for name, value in before.items():
-            getattr(model, f"set_{name}")(value)
-
-
-def _ranked(ranking: EdgeEffects | pd.DataFrame) -> pd.DataFrame:
-    """Edges, the most important first, with the columns "from" and "to"."""
-    if isinstance(ranking, EdgeEffects):
-        frame = ranking.to_frame()
-        return frame.sort_values("estimate", key=np.abs, ascending=False, kind="stable")
-    if missing := [name for name in ("from", "to") if name not in ranking]:
-        raise ValueError(
-            f"ranking must have a column {missing[0]}, got {', '.join(map(str, ranking))}."
-        )
-    return ranking
-
-
-def _order(edges: pd.DataFrame, pair: Pair) -> Int[np.ndarray, "edge 2"]:
-    """Indices of the senders and receivers of the edges."""
-    places = [
-        {node.name: index for index, node in enumerate(each)}
-        for each in (pair.senders, pair.receivers)
-    ]
-    ends = zip(edges["from"], edges["to"], strict=True)
-    order = [(places[0].get(one), places[1].get(two)) for one, two in ends]
-    if len(order) != pair.edges.sum() or set(order) != set(map(tuple, np.argwhere(pair.edges))):
-        raise ValueError(
-            f"ranking must name each of the {pair.edges.sum()} edges of the model once."
-        )
-    return np.array(order, dtype=int)
-
-
-def _areas(
-    found: Float[np.ndarray, " size"], counts: Int[np.ndarray, " size"]
-) -> tuple[float, float]:
-    """Areas under f and under |1 - f| over the share of edges kept."""
-    share = counts / counts[-1]
-    return float(np.trapezoid(found, share)), float(np.trapezoid(np.abs(1 - found), share))

@@ -1,5 +1,5 @@
-"""Pairs of prompts for patching, which differ in the task vector only, and the graph of a model: senders, which write into
-the residual stream, and receivers, which read it."""
+"""Pairs of prompts for patching, which differ in the task vector only, and the graph of a model: senders write into the
+residual stream, receivers read it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, law_in_force, require_prompts
 from mechinterp.models.run.predictor import Source
 
 COMPONENTS = ("q", "k", "v")
 GRAPHS = ("heads", "all")
+"""Values of `nodes`: edges between heads, or edges of the whole model."""
+SUM_ERROR = 1e-3
+"""Largest difference between the last stream and the sum of what is written to it, relative to its largest entry. A
+larger difference means that the stream is no sum."""
+Metric = Callable[[Tensor, Prompts], Tensor]
+"""Function from predictions [batch, d_y] and the clean prompts to one number per prompt, [batch]."""
+OutputMetric = Callable[[Tensor], Float[Tensor, " batch"]]
+"""Function from a model's output to one number per prompt."""
 
 
 @dataclass(frozen=True)
@@ -115,33 +124,40 @@ def layer_of(hook: str) -> int:
     return int(hook.split(".")[1])
 
 
-Metric = Callable[[Tensor], Tensor]
-"""Function from a model's output to one number per prompt."""
-SUM_ERROR = 1e-3
-"""Largest difference of the last stream to the sum of what is written to it, relative to its largest entry."""
-
-
 def clean_and_corrupted(
-    source: Source, clean: Prompts | None, corrupted: Prompts | None, *, n_prompts: int, seed: int
+    source: Source | TaskConfig,
+    clean: Prompts | None,
+    corrupted: Prompts | None,
+    *,
+    analysis: str = "patching",
+    name: str = "prompts",
+    task: TaskLike | None = None,
+    n_prompts: int,
+    seed: int,
 ) -> tuple[Prompts, Prompts]:
-    """Clean prompts of the model's own task, and corrupted ones with the same covariates and noise.
+    """Clean prompts, and corrupted prompts: by default with other task vectors and the same covariates and noise.
 
     Args:
         clean: Clean prompts; None draws `n_prompts` with `seed`.
-        corrupted: Corrupted prompts; None gives the clean ones other task vectors: for given
-            prompts those of the previous prompt, else new ones drawn with `seed` + 1.
+        corrupted: Corrupted prompts. None gives the clean prompts other task vectors: given prompts get the task vector
+            of the prompt before, drawn prompts get new ones, drawn with `seed` + 1.
+        analysis, name: Name of the analysis and of its argument for clean prompts, for messages.
+        task: Law of drawn prompts; None means the model's own.
     Raises:
-        ValueError: If prompts must be drawn for a model without a task, or given prompts come
-            without task vectors.
+        ValueError: If `clean` or `corrupted` is something else, prompts must be drawn for a model without a task, or
+            given prompts come without task vectors.
     """
-    given = clean is not None
-    clean = evaluation_prompts(source, clean, n_prompts=n_prompts, seed=seed)
+    require_prompts(clean, analysis, name=name)
+    require_prompts(corrupted, analysis, name="corrupted")
+    law = None if task is None else law_in_force(source, task, analysis, clean)
+    drawn = clean is None
+    clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
     if corrupted is None:
-        own = clean.task_vectors("patching without corrupted prompts")
+        own = clean.task_vectors(f"{analysis} without corrupted prompts")
         other = own.roll(1, 0)
-        if not given:
-            drawn = evaluation_prompts(source, n_prompts=len(clean), seed=seed + 1)
-            other = drawn.task_vectors("patching").to(own)
+        if drawn:
+            again = evaluation_prompts(source, law=law, n_prompts=len(clean), seed=seed + 1)
+            other = again.task_vectors(analysis).to(own)
         corrupted = with_task_vectors(clean, other)
     return clean, corrupted
 
@@ -174,13 +190,25 @@ def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tenso
     return own
 
 
-def nearness(hooked: HookedPredictor, target: Float[Tensor, "batch d_y"]) -> Metric:
-    """Metric: minus the squared distance of the prediction to a target, unit y^2."""
+def output_metric(
+    hooked: HookedPredictor, metric: Metric | None, clean: Prompts, output: Tensor
+) -> OutputMetric:
+    """Metric of a model's output.
 
-    def metric(output: Tensor) -> Float[Tensor, " batch"]:
-        return -(hooked.read(output) - target).square().sum(-1)
-
-    return metric
+    Args:
+        metric: None means minus the squared distance of the prediction to that on the clean prompts, unit y^2.
+        output: The model's output on the clean prompts.
+    Raises:
+        ValueError: If the metric does not give one number per prompt.
+    """
+    target = hooked.prediction(output, clean)
+    if metric is None:
+        return lambda output: -(hooked.read(output) - target).square().sum(-1)
+    values = metric(target, clean)
+    if not isinstance(values, Tensor) or values.shape != (len(clean),):
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"metric must give one number per prompt, [{len(clean)}], got {got}.")
+    return lambda output: metric(hooked.read(output), clean)
 
 
 def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tuple[Tensor, Tensor]:
@@ -209,7 +237,7 @@ class Pair:
     receivers: Sequence[Node]
     moved: Float[Tensor, "batch pos sender d_model"]
     """Output of each sender on the clean prompts minus that on the corrupted prompts."""
-    metric: Metric
+    metric: OutputMetric
 
     @classmethod
     @torch.no_grad()
@@ -237,9 +265,8 @@ class Pair:
         moved = torch.cat([written_at(hooked.model, name, change[name]) for name in hooks], 2)
         if nodes == "all":
             _require_sum(moved.sum(2), change[last], type(hooked.model).__name__)
-        if metric is None:
-            metric = nearness(hooked, hooked.prediction(runs[0][0], clean))
-        return cls(hooked, *inputs, senders, receivers, moved, metric)
+        of_output = output_metric(hooked, metric, clean, runs[0][0])
+        return cls(hooked, *inputs, senders, receivers, moved, of_output)
 
     @torch.no_grad()
     def gained(self) -> Float[np.ndarray, " batch"]:

@@ -93,7 +93,7 @@ def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
     Args:
         source: A config, or a checkpoint that was trained by one.
     Raises:
-        ValueError: If the config is not of linear attention with separate heads of rank one that is trained on
+        ValueError: If the source is neither, the config is not of linear attention with separate heads of rank one that is trained on
             moments, or eigenvalues of its covariance repeat.
     Source:
         Derived in theory.linear_jumps from Zhang et al. 2025, arXiv 2501.16265, eq. (19) to (21).
@@ -105,6 +105,10 @@ def jump_forecast(source: ExperimentConfig | Checkpoint) -> JumpForecast:
         JumpForecast(0@851.4, 1@1334, 2@1598, 3@9714)
     """
     config = source.config if isinstance(source, Checkpoint) else source
+    if not isinstance(config, ExperimentConfig):
+        raise ValueError(
+            f"jump_forecast needs a config, or a checkpoint that was trained by one, got a {type(source).__name__}."
+        )
     heads, eigenvalues = _rank_one_heads(config), _eigenvalues(config.task)
     directions = modes(task_moments(config.task))
     jumps = predict_jumps(heads, directions)

@@ -69,7 +69,7 @@ class Monitor:
     that predicts at every x in one pass `icl/loss_at_3` (after 3 pairs) and so on."""
     keep: str | Path | None = None
     """Folder for the module's state dict at each measured step, `step_<n>.pt`, and a config.json
-    with the number of heads and the task. `load_run` reads them; the copies are then not kept in
+    with the number of heads and the task. `load` reads them; the copies are then not kept in
     memory."""
     snapshots: dict[int, HookedModule] = field(default_factory=dict, init=False, repr=False)
     """Copies of the module, by step; with `keep` the last one only."""
@@ -91,7 +91,7 @@ class Monitor:
         prompts = evaluation_prompts(hooked, n_prompts=self.n_prompts, seed=self.seed)
         rows = head_rows(hooked, prompts, masks=self.ablation)
         if self.labels:
-            rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).pattern
+            rows["pattern"] = classify(hooked, n_prompts=self.n_prompts, seed=self.seed).label
         if self.keep is not None:
             self.module, file = getattr(module, "_orig_mod", module), self._file(step)
             with writing(file):
@@ -106,7 +106,7 @@ class Monitor:
             self._log(flat_row(step, rows) | {"icl/ridge": loss})
 
     def run(self) -> HookedModule:
-        """The last copy of the module, a `Run` like that of `load_run`, with `history`,
+        """The last copy of the module, a `Run` like that of `load`, with `history`,
         `snapshots`, `steps`, `step`, `at`.
 
         `history` has one row per step, layer and head: eval_loss, and share, rise or pattern if
@@ -138,7 +138,7 @@ class Monitor:
         return Path(self.keep or ".") / f"step_{step}.pt"
 
     def _write_settings(self, file: Path, hooked: HookedModule) -> None:
-        """Settings that the weights do not show, for `load_run`; an existing file stays."""
+        """Settings that the weights do not show, for `load`; an existing file stays."""
         if not file.exists():
             task = {n: v for n, v in asdict(hooked.task).items() if n not in hooked.task.assumed}
             settings = {"n_heads": hooked.hooked.n_heads, TASK_KEY: task}

@@ -161,11 +161,11 @@ def with_options(function: Function) -> Function:
     """Shows the fields of `Hints` as arguments of a function that takes them as `**options`, and their texts in place of
     `{options}` in its docstring."""
     shown, options = signature(function), fields(Hints)
-    path = next(iter(shown.parameters.values()))
+    own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
     named = [
         Parameter(o.name, Parameter.KEYWORD_ONLY, default=None, annotation=o.type) for o in options
     ]
-    function.__signature__ = shown.replace(parameters=[path, *named])  # type: ignore[attr-defined]
+    function.__signature__ = shown.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
     texts = "\n    ".join(f"{o.name}: {o.metadata['help']}" for o in options)
     function.__doc__ = cleandoc(str(function.__doc__)).replace("{options}", texts)
     return function

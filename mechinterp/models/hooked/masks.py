@@ -126,12 +126,27 @@ def mean_z(chunks: Iterable[Sequence[Tensor]], n_prompts: int) -> list[Tensor]:
     return [torch.stack(parts).sum(0) / n_prompts for parts in zip(*sums, strict=True)]
 
 
+def require_pairs(heads: object) -> None:
+    """Refuse anything but a list of pairs (layer, head).
+
+    Raises:
+        ValueError: If it is something else.
+    Example:
+        >>> require_pairs([(0, 1)])
+    """
+    listed = heads if isinstance(heads, Iterable) and not isinstance(heads, str) else [heads]
+    for head in listed:
+        if isinstance(head, str) or not hasattr(head, "__len__") or len(head) != 2:
+            raise ValueError(f"heads must be pairs (layer, head), such as [(0, 1)], got {head!r}.")
+
+
 def require_heads(heads: Sequence[Head], n_layers: int, n_heads: int) -> None:
     """Refuse heads that a model does not have.
 
     Raises:
-        ValueError: If a head is outside the model; the message names it.
+        ValueError: If a head is outside the model, or is no pair; the message names it.
     """
+    require_pairs(heads)
     for layer, head in heads:
         if not (0 <= layer < n_layers and 0 <= head < n_heads):
             raise ValueError(

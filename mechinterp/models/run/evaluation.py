@@ -146,6 +146,7 @@ def evaluation_prompts(
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
         Prompts(8 of 40 pairs, d_x=5, d_y=1, torch.float64)
     """
+    require_prompts(prompts)
     if prompts is None and isinstance(source, PromptsTask):
         prompts = source.prompts.to(torch.float64)
     if prompts is not None:
@@ -254,9 +255,12 @@ def task_for(
     return law
 
 
-def require_prompts(prompts: object, analysis: str, *, name: str = "prompts") -> None:
+def require_prompts(prompts: object, analysis: str = "", *, name: str = "prompts") -> None:
     """Refuse anything but prompts or None, with what to type instead.
 
+    Args:
+        analysis: Name of the analysis, which the message begins with.
+        name: Name of the argument.
     Raises:
         ValueError: If it is something else.
     Example:
@@ -268,7 +272,8 @@ def require_prompts(prompts: object, analysis: str, *, name: str = "prompts") ->
     if prompts is None or isinstance(prompts, Prompts):
         return
     what, instead = _described(prompts)
-    raise ValueError(f"{analysis}: {name} must be Prompts, got {what}; {instead}.")
+    where = f"{analysis}: " if analysis else ""
+    raise ValueError(f"{where}{name} must be Prompts, got {what}; {instead}.")
 
 
 def _described(given: object) -> tuple[str, str]:

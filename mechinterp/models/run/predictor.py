@@ -130,6 +130,35 @@ class Predictor(ABC):
             return hooks.predict(self.hooked, prompts)
         return _masked_predictions(*fast, [[]])[0]
 
+    def with_gradients(
+        self, prompts: Prompts, layer: int | None = None
+    ) -> Float[Tensor, "batch d_y"]:
+        """Prediction that autograd can follow back to the prompts.
+
+        Args:
+            layer: Number of layers after which the model's own read-out is applied; None: all.
+        Raises:
+            ValueError: If the model has fewer layers, or the prompts do not fit it.
+        Example:
+            >>> from mechinterp.icl.prompts import sample_prompts
+            >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+            >>> prompts = sample_prompts(TaskConfig(), 4, dtype=torch.float64)
+            >>> y = prompts.y.clone().requires_grad_()
+            >>> predictor = predictor_of(debiased_gradient_step(0.88, 0.02, d_x=5))
+            >>> predictor.with_gradients(replace(prompts, y=y)).requires_grad
+            True
+        """
+        fast = self._fast(prompts)
+        if layer is None:
+            own = _masked_predictions(*fast, [[]])[0] if fast else self.hooked.predict(prompts)
+            return own.to(prompts.x.device)
+        self.require_layer(layer)
+        if fast is None:
+            stream = hooks.streams(self.hooked, prompts, heads=(), positions=(-1,))[layer, :, 0]
+            return hooks.read_out(self.hooked, stream, prompts).to(prompts.x.device)
+        stream = general.streams(*fast)[layer]
+        return general.read_out(fast[0], stream)[:, 0].to(prompts.x.device)
+
     def _once(
         self, what: tuple[object, ...], prompts: Prompts, compute: Callable[[], Tensor]
     ) -> Tensor:

@@ -1,7 +1,7 @@
 """Activation patching by layer and position.
 
-TransformerLens takes the last axis of its input for positions, which is d_model for prompts of vectors. Here positions are
-those of the activations.
+TransformerLens reads the number of positions off the last axis of its input, which is d_model for prompts of vectors. Here
+the positions are those of the activations.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,28 @@ from mechinterp.analysis.patching.pairing import (
     Metric,
     clean_and_corrupted,
     inputs_of,
-    nearness,
+    output_metric,
     put,
 )
 from mechinterp.analysis.stats import estimates, mean_and_sem
+from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Source, predictor_of
 
 STREAMS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Activations of a whole layer."""
 OF_MLPS = ("resid_mid", "mlp_out")
+"""Activations that only a layer with an MLP has."""
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
+"""Activations of a single head."""
+N_PROMPTS = 64
+"""Default number of pairs of prompts; every layer, position and head needs one run on them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PositionPatching(Result):
+class PatchedActivations(Result):
     """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
     activation: str
@@ -50,7 +57,7 @@ class PositionPatching(Result):
         layer, pos, *head = np.unravel_index(int(np.abs(self.effect).argmax()), self.effect.shape)
         place = f"L{layer}" + "".join(f"H{h}" for h in head)
         largest = self.effect[layer, pos, *head]
-        return f"PositionPatching({self.activation}: {place} position {pos} {largest:+.3g} of {self.total:+.3g})"
+        return f"PatchedActivations({self.activation}: {place} position {pos} {largest:+.3g} of {self.total:+.3g})"
 
     def to_frame(self) -> pd.DataFrame:
         """One row per layer, position and, for parts of heads, head."""
@@ -78,16 +85,17 @@ class PositionPatching(Result):
         )
 
 
-def patch_positions(
+def patch_activations(
     source: Source,
     clean: Prompts | None = None,
     corrupted: Prompts | None = None,
     *,
     activation: str = "resid_pre",
     metric: Metric | None = None,
-    n_prompts: int = 64,
+    task: TaskLike | None = None,
+    n_prompts: int = N_PROMPTS,
     seed: int = 0,
-) -> PositionPatching:
+) -> PatchedActivations:
     """Change of a metric on corrupted prompts when the activation at one position is that of the clean prompts.
 
     Args:
@@ -97,19 +105,20 @@ def patch_positions(
             vectors, drawn with `seed` + 1.
         activation: "resid_pre", "attn_out", "resid_mid", "mlp_out" or "resid_post"; or a head's "q", "k", "v", "z" or
             "pattern". For a pattern the row of the query at this position is patched.
-        metric: Function from the model's output [batch, pos, d_y] to one number per prompt,
-            [batch]; None means minus the squared distance between the prediction and that on the
+        metric: Function from predictions [batch, d_y] and the clean prompts to one number per
+            prompt; None means minus the squared distance between the prediction and that on the
             clean prompts, unit y^2.
+        task: Law of drawn prompts; None means the model's own.
     Raises:
         ValueError: If the activation is unknown or the model has no hook or MLP for it, the prompts differ
-            in shape, or the model is in training mode.
+            in shape, the metric does not give one number per prompt, or the model is in training mode.
     Source:
         Meng et al. 2022, arXiv 2202.05262 (causal tracing).
     See also:
-        `attribute_edges`, `read_out_by_layer`.
+        `attribute_edges`, `probe`.
     Example:
         >>> from mechinterp import load
-        >>> patch_positions(load("softmax-h2-s0"), activation="v", n_prompts=4).effect.shape
+        >>> patch_activations(load("softmax-h2-s0"), activation="v", n_prompts=4).effect.shape
         (1, 41, 2)
     """
     from transformer_lens.utilities import get_act_name  # slow import
@@ -117,35 +126,48 @@ def patch_positions(
     if activation not in STREAMS + HEAD_PARTS:
         known = ", ".join(STREAMS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
-    clean, corrupted = clean_and_corrupted(source, clean, corrupted, n_prompts=n_prompts, seed=seed)
+    clean, corrupted = clean_and_corrupted(
+        source,
+        clean,
+        corrupted,
+        analysis="patch_activations",
+        name="clean",
+        task=task,
+        n_prompts=n_prompts,
+        seed=seed,
+    )
     hooked = predictor_of(source).hooked
+    _require(hooked, activation)
+    _, other = inputs_of(hooked, clean, corrupted)
+    names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
+    with torch.no_grad():
+        output, cached = hooked.activations(clean, names)
+        of_output = output_metric(hooked, metric, clean, output)
+        before = of_output(hooked.model(other))
+        shape = (len(clean), hooked.n_layers, _positions(activation, cached))
+        effect = np.empty((*shape, hooked.n_heads) if activation in HEAD_PARTS else shape)
+        for layer, pos, *head in np.ndindex(effect.shape[1:]):
+            at = (*head, pos) if activation == "pattern" else (pos, *head)
+            hook = names[layer], partial(put, at=at, values=cached[layer])
+            after = of_output(hooked.model.run_with_hooks(other, fwd_hooks=[hook]))
+            effect[:, layer, pos, *head] = (after - before).double().numpy(force=True)
+    total = (of_output(output) - before).double().numpy(force=True)
+    measured = estimates(effect=mean_and_sem(effect), total=mean_and_sem(total))
+    return PatchedActivations(activation, **measured)
+
+
+def _require(hooked: HookedPredictor, activation: str) -> None:
+    """Refuse an activation that the model lacks, and a model in training mode."""
     if activation in OF_MLPS and not getattr(hooked.model.cfg, "d_mlp", None):
         raise ValueError(f"{activation} needs a model with MLPs, got one of attention alone.")
     if hooked.model.training:
         raise ValueError(
             "model must be in evaluation mode (call .eval()), got a model in training mode."
         )
-    _, other = inputs_of(hooked, clean, corrupted)
-    names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
-    with torch.no_grad():
-        output, cached = hooked.activations(clean, names)
-        if metric is None:
-            metric = nearness(hooked, hooked.prediction(output, clean))
-        before = metric(hooked.model(other))
-        shape = (len(clean), hooked.n_layers, _positions(activation, cached))
-        effect = np.empty((*shape, hooked.n_heads) if activation in HEAD_PARTS else shape)
-        for layer, pos, *head in np.ndindex(effect.shape[1:]):
-            at = (*head, pos) if activation == "pattern" else (pos, *head)
-            hook = names[layer], partial(put, at=at, values=cached[layer])
-            after = metric(hooked.model.run_with_hooks(other, fwd_hooks=[hook]))
-            effect[:, layer, pos, *head] = (after - before).double().numpy(force=True)
-    total = (metric(output) - before).double().numpy(force=True)
-    measured = estimates(effect=mean_and_sem(effect), total=mean_and_sem(total))
-    return PositionPatching(activation, **measured)
 
 
 def _positions(activation: str, cached: list[Tensor]) -> int:
-    """Number of positions of the activation, which may differ from that of the input."""
+    """Number of positions of the activation, which may differ from the number of positions of the input."""
     lengths = {values.shape[2 if activation == "pattern" else 1] for values in cached}
     if len(lengths) > 1:
         listed = ", ".join(map(str, sorted(lengths)))
