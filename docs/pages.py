@@ -28,6 +28,7 @@ ROOMS = {
         "analysis/multi_layer",
         "Circuits of all layers, and the algorithm they run.",
     ),
+    "response": ("analysis/response", "What a model does with its prompt, without a label."),
     "ablation": ("analysis/ablation", "What breaks when heads are masked or pruned."),
     "patching": ("analysis/patching", "Which position and which edge between heads carries what."),
     "probing": ("analysis/probing", "What each layer has already computed."),
@@ -55,6 +56,7 @@ sparse = load("sparse-h4-noise0.1-s0")
 gpt2 = load("garg-gpt2")
 """
 FIGURES = {
+    "What a model does with its prompt": "response(gpt2).plot()",
     "QK and OV of every head": "circuits(softmax).plot()",
     "A model beside closed-form learners": "fit_learners(softmax).plot()",
     "Every subset of heads masked": "ablate(softmax, what='shapley').plot()",
@@ -64,8 +66,8 @@ FIGURES = {
     "Each head of a deep model masked alone": "ablate(gpt2, what='heads').plot()",
     "Importance of heads within each layer": "ablate(gpt2, what='heads').plot_importance()",
     "A pruned model": "prune(sparse).plot()",
-    "What each layer has computed": "probe_layers(sparse).plot()",
-    "What a read-out finds after each layer": "read_out_by_layer(sparse).plot()",
+    "What each layer has computed": "probe(sparse).plot()",
+    "What a read-out finds after each layer": 'probe(sparse, targets="read_out").plot()',
     "Circuits of several layers": "circuits(sparse).plot()",
     "Which heads read what others write": "composition_scores(sparse).plot()",
     "Which tokens a head attends to": "attention_patterns(softmax).plot()",

@@ -4,7 +4,7 @@ from mechinterp.analysis.ablation.ablate import ablate as ablate
 from mechinterp.analysis.ablation.pruning import prune as prune
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
-from mechinterp.analysis.learners.compare import fit_learners as fit_learners
+from mechinterp.analysis.learners.compare import compare_learners as compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
 from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
@@ -21,10 +21,8 @@ from mechinterp.analysis.over_steps import over_steps as over_steps
 from mechinterp.analysis.patching.activations import patch_activations as patch_activations
 from mechinterp.analysis.patching.circuit import circuit_faithfulness as circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges as attribute_edges
-from mechinterp.analysis.probing.linear import p_probe as p_probe
-from mechinterp.analysis.probing.linear import probe as probe
-from mechinterp.analysis.probing.linear import probe_layers as probe_layers
-from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer as read_out_by_layer
+from mechinterp.analysis.probing.p_probe import p_probe as p_probe
+from mechinterp.analysis.probing.probe import probe as probe
 from mechinterp.analysis.response.response import response as response
 from mechinterp.analysis.training.history import history as history
 from mechinterp.analysis.training.jumps import jump_forecast as jump_forecast

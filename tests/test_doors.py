@@ -23,11 +23,9 @@ import torch
 import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.learners.compare import baselines
 from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
-from mechinterp.analysis.probing.read_out_by_layer import read_out_by_layer
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import checkpoint_of, save
@@ -211,7 +209,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "classify_circuits": from_circuits,
     "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
-    "fit_learners": lambda c: mi.fit_learners(c.source, context_lengths=(6, 8), n_prompts=200),
+    "compare_learners": lambda c: mi.compare_learners(c.source, c.prompts()),
     "response": lambda c: mi.response(c.source, n_prompts=512),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "composition_scores": lambda c: composition_scores(c.source),
@@ -227,8 +225,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "prune": lambda c: mi.prune(c.source, c.prompts(), rule=best_head_later),
     "save_pruned": pruned,
     "train start": trained_on,
-    "probe_layers": lambda c: mi.probe_layers(c.source, c.prompts()),
-    "read_out_by_layer": lambda c: read_out_by_layer(c.source, c.prompts()),
+    "probe": lambda c: mi.probe(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_activations": lambda c: mi.patch_activations(
         c.source, c.prompts()[:32], c.prompts(seed=1)[:32]
@@ -239,7 +236,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "attribute_edges": lambda c: mi.attribute_edges(
         c.source, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], ig_steps=2
     ),
-    "baselines": lambda c: baselines(c.source, c.prompts()),
     "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "over_steps": lambda c: mi.over_steps(c.source, "ablate", what="heads", n_prompts=64),

@@ -24,7 +24,6 @@ FIRST: dict[str, Callable[[], object]] = {
     "attribute_edges": lambda: load(DEEP),
     "circuit_faithfulness": lambda: load(DEEP),
     "classify_circuits": lambda: np.zeros((1, 2, 2)),
-    "faithfulness": lambda: load(DEEP),
     "models_frame": lambda: {ONE: load(ONE).config},
     "override": mi.ExperimentConfig,
     "preset": lambda: ONE.removesuffix("-s0"),
@@ -37,8 +36,6 @@ FIRST: dict[str, Callable[[], object]] = {
 PATHS = {"save_figure", "train_models", "write_report"}
 """Functions whose second argument is a path, so that a text is none of another type."""
 SECOND = {"task": TaskConfig(), "number": 64, "string": "abc"}
-LATER = {"faithfulness", "fit_learners"}
-"""Functions whose names and second arguments still change."""
 PYTHONS = re.compile(r"positional argument|os\.PathLike object")
 """Texts of Python's own errors that name the argument's type."""
 
@@ -55,7 +52,7 @@ def entered(result: object) -> None:
 
 
 @pytest.mark.parametrize("kind", SECOND)
-@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - LATER))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_a_second_argument_of_another_type_is_refused_in_one_line(name: str, kind: str):
     if (name, kind) == ("sample_prompts", "number") or (name in PATHS and kind == "string"):
         pytest.skip("an argument of the right type")
@@ -78,8 +75,7 @@ def test_prompts_of_another_type_are_named_with_what_to_type(name: str):
 
 
 def test_what_a_page_or_a_command_runs_is_imported_from_mechinterp():
-    # `baselines` becomes a call of `compare_learners`.
-    assert {each.function.__name__ for each in ANALYSES.values()} - {"baselines"} <= {*mi.__all__}
+    assert {each.function.__name__ for each in ANALYSES.values()} <= {*mi.__all__}
 
 
 def test_registry_functions_and_names_of_over_steps_are_the_same():

@@ -16,7 +16,7 @@ from mechinterp import (
     attribute_edges,
     circuits,
     classify,
-    fit_learners,
+    compare_learners,
     hook_module,
     jump_forecast,
     load,
@@ -65,15 +65,15 @@ REFUSED = {
             lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
             ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
         )
-        for analysis, path in product([fit_learners, classify_layers], [SHIPPED, DEEP])
+        for analysis, path in product([classify_layers], [SHIPPED, DEEP])
     },
     "a task as prompts": (
         lambda: classify(load(SHIPPED), load(SHIPPED).task),
         ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],
     ),
     "prompts as the task of a function": (
-        lambda: fit_learners(lambda given: given.y_query, drawn(TASK)),
-        ["got Prompts; ", "fit_learners"],
+        lambda: compare_learners(lambda given: given.y_query, task=drawn(TASK)),
+        ["got Prompts; ", "compare_learners"],
     ),
     "rows as fields": (
         lambda: load(SHIPPED, model=["norm=before"]),
@@ -189,10 +189,10 @@ class Learned(nn.Module):
 @pytest.mark.parametrize("error", [IndexError, AssertionError, RuntimeError])
 def test_a_module_of_few_positions_is_fitted_and_named_on_those(error):
     model = hooked(Learned(error))
-    assert fit_learners(model, n_prompts=64).context_length.tolist() == [6]
+    assert compare_learners(model, n_prompts=64).trained == (6, 6)
     # Twice the length is left out of what an algorithm's name rests on.
     assert "double length" not in classify(model, n_prompts=16).algorithm.risks
-    said = refusal(lambda: fit_learners(model, context_lengths=[9], n_prompts=64))
+    said = refusal(lambda: compare_learners(model, context_lengths=[9], n_prompts=64))
     assert "[64, 10, 4]" in said
 
 
@@ -247,7 +247,9 @@ def test_a_read_makes_a_tensor_of_any_output():
 # Weights so large that predictions overflow.
 
 
-@pytest.mark.parametrize(("command", "factor"), [("fit", 1e10), ("ablate", 1e19), ("report", 1e19)])
+@pytest.mark.parametrize(
+    ("command", "factor"), [("compare-learners", 1e10), ("ablate", 1e19), ("report", 1e19)]
+)
 def test_predictions_that_overflow_are_named(run: Run, tmp_path: Path, command: str, factor: float):
     small = load("checkpoints/softmax-h1-s0")
     large = small.weights.with_tensors(

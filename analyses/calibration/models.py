@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, fit_learners
+from mechinterp import ExperimentConfig, ModelConfig, TaskConfig, compare_learners
 from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import diagonal_heads, from_circuits
@@ -253,8 +253,8 @@ def snapshots(weights: Iterable[Weights], steps: Iterable[int]) -> Iterator[Case
     least 0.98."""
     learners = {"debiased_gd": "debiased_gd", "kernel_head": "kernel_regression"}
     for heads, step in zip(weights, steps, strict=True):
-        fits = fit_learners(heads, ONE, context_lengths=[40], n_prompts=2000)
-        r2 = {label: fits.r2[0, fits.learners.index(name)] for name, label in learners.items()}
+        fits = compare_learners(heads, task=ONE, learners=tuple(learners), n_prompts=2000)
+        r2 = {label: fits.at_trained.r2[name] for name, label in learners.items()}
         best = max(r2, key=lambda label: r2[label])
         truth, demand = (best, "may") if r2[best] >= 0.98 else (NONE, "none")
         yield Case("snapshot", truth, heads, ONE, float(step), demand)

@@ -9,7 +9,7 @@ import pandas as pd
 from analyses.lib import Measured, Record, checkpoint, record, records, trained
 from analyses.lib.shared_losses import shared_losses
 from analyses.softmax.setting import BOTH_SIGNS
-from mechinterp import TaskConfig, classify, fit_learners
+from mechinterp import TaskConfig, classify, compare_learners
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 
@@ -17,8 +17,9 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
     """Row of a model: its label, its scales and its distance from debiased gradient descent."""
     found = classify(checkpoint)
     omega, mu = found.circuits.omega_mean[0], found.circuits.mu[0, :, 0]
-    fits = fit_learners(checkpoint, context_lengths=[40], n_prompts=n_prompts)
-    debiased = fits.learners.index("debiased_gd")
+    names = ("vanilla_gd", "debiased_gd", "kernel_head", "ridge")
+    fits = compare_learners(checkpoint, learners=names, n_prompts=n_prompts)
+    debiased = fits.at_trained.loc["debiased_gd"]
     return {
         "model": checkpoint.name,
         "pattern": found.label,
@@ -31,11 +32,11 @@ def row(checkpoint: Checkpoint, *, n_prompts: int) -> dict:
         "eta": found.scales.eta[0],
         "eta_optimal": found.scales.eta_optimal,
         "closest": fits.best,
-        "fitted_eta": fits.factor[0, debiased],
-        "fitted_eta_sem": fits.factor_sem[0, debiased],
-        "r2_debiased_gd": fits.r2[0, debiased],
-        "r2_sem": fits.r2_sem[0, debiased],
-        "r2_vanilla_gd": fits.r2[0, fits.learners.index("vanilla_gd")],
+        "fitted_eta": debiased.factor,
+        "fitted_eta_sem": debiased.factor_sem,
+        "r2_debiased_gd": debiased.r2,
+        "r2_sem": debiased.r2_sem,
+        "r2_vanilla_gd": fits.at_trained.r2["vanilla_gd"],
     }
 
 

@@ -12,7 +12,7 @@ from analyses.lib import Measured, Record, records
 from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from mechinterp import Prompts
-from mechinterp.analysis.probing.linear import IDEAL, RAW, DescentCurves, descent_curves
+from mechinterp.analysis.probing.p_probe import IDEAL, RAW, DescentCurves, descent_curves
 
 Found = dict[str, dict[str, at.Pair]]
 """Measured numbers by question and by model."""

@@ -11,9 +11,9 @@ import numpy as np
 from analyses.lib import Measured, Record, records
 from analyses.sparse import setting as at
 from analyses.sparse.setting import TARGETS
-from mechinterp import probe_layers
+from mechinterp import probe
 from mechinterp.analysis.ablation.pruning import masked_by
-from mechinterp.analysis.probing.linear import LayerProbes
+from mechinterp.analysis.probing.probe import LayerProbes
 from mechinterp.analysis.stats import halves
 
 
@@ -58,11 +58,12 @@ def measure(quick: bool) -> Measured:
         scored, measured = halves(prompts)
         for name in at.shipped(noise).values():
             model = at.trained(name).model
-            one = {"response": probe_layers(model, measured)}
+            one = {"response": probe(model, measured, targets="y").probes["y"]}
             if name != at.single_of(name):
                 gone = masked_by(at.best_later_on(name, scored))
-                one["pruned"] = probe_layers(model, measured, heads=gone)
-            one |= {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
+                masked = probe(model, measured, targets="y", heads=gone)
+                one["pruned"] = masked.probes["y"]
+            one |= probe(model, prompts, targets=TARGETS).probes
             found[name] = one
             frames[name] = at.frames_of({what: p.to_frame() for what, p in one.items()}, "target")
             pages[name] = one["response"].plot()

@@ -18,12 +18,13 @@ from mechinterp import (
     ICLTransformer,
     Prompts,
     ablate,
-    probe_layers,
+    probe,
 )
 from mechinterp.analysis.ablation.ablate import Ablation, effective_number
 from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
-from mechinterp.analysis.probing.linear import IDEAL, RAW, descent_curves, reweighted
+from mechinterp.analysis.probing.p_probe import IDEAL, RAW, descent_curves
+from mechinterp.analysis.probing.targets import reweighted
 from mechinterp.analysis.stats import resampled
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.sparse_predictors import descend, excess_risk
@@ -126,13 +127,13 @@ def best_pairs(model: ICLTransformer, shape: tuple[int, int], scored: Prompts) -
 
 def probe_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np.ndarray:
     """Risk of a linear probe of the response at the query, before each layer and at the end."""
-    return probe_layers(model, prompts, heads=gone).risk[:, -1]
+    return probe(model, prompts, targets="y", heads=gone).probes["y"].risk[:, -1]
 
 
 def first_layer(model: ICLTransformer, prompts: Prompts) -> dict[str, float]:
     """R^2 of probes of the first layer's output for its possible targets."""
-    found = {name: probe_layers(model, prompts, target=how) for name, how in TARGETS.items()}
-    return {name: float(probes.r2[1, -1]) for name, probes in found.items()}
+    found = probe(model, prompts, targets=TARGETS).probes
+    return {name: float(each.r2[1, -1]) for name, each in found.items()}
 
 
 def features(models: dict[str, ICLTransformer], prompts: Prompts) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from analyses.sparse.fairness import FIT, PLAN, of_task
 from analyses.sparse.settings import PROMPTS, claims_of
-from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe_layers
-from mechinterp.analysis.probing.linear import STRUCTURES
+from mechinterp import ExperimentConfig, ICLTransformer, ModelConfig, figures, probe
+from mechinterp.analysis.probing.targets import STRUCTURES
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
@@ -120,7 +120,7 @@ def train_shipped(quick: bool) -> pd.DataFrame:
         risk, sem = map(float, mean_and_sem(errors))
         row: dict[str, object] = {"risk": risk, "risk_sem": sem}
         for name, target in STRUCTURES.items():
-            found = probe_layers(model, prompts, target=target)
+            found = probe(model, prompts, targets={name: target}).probes[name]
             row[f"r2 {name}"] = float(found.r2[1, -1])
             row[f"r2 {name} sem"] = float(found.r2_sem[1, -1])
         for name, theirs in zip(RIVALS, risks, strict=True) if at_end else ():

@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
+from analyses.sparse.crossed import crossed
 from analyses.sparse.heads import heads_frame, spread, spread_records
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
 from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
-from mechinterp import Prompts, p_probe, probe_layers, prune
+from mechinterp import Prompts, p_probe, probe
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.probing.linear import RAW
+from mechinterp.analysis.probing.p_probe import RAW
 from mechinterp.analysis.stats import mean_and_sem
 
 NAME = "sparse-wide-s0"
@@ -38,21 +39,21 @@ def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
 
 
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
-    found = {name: prune(trained(NAME).model, prompts, rule=RULES[name]) for name in ASKED}
+    found = {name: crossed(trained(NAME).model, prompts, RULES[name]) for name in ASKED}
     costs = cost_rows(found, errors_of(NAME, prompts))
     return costs, cost_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
 
 
 def first_layer(prompts: Prompts) -> tuple[pd.DataFrame, dict, list[Record]]:
     model = trained(NAME).model
-    probes = {what: probe_layers(model, prompts, target=how) for what, how in TARGETS.items()}
+    probes = probe(model, prompts, targets=TARGETS).probes
     curves = p_probe({NAME: model}, prompts)
     area = float(curves.log_area[-1]), float(curves.log_area_sem[-1])
     raw = curves.features.index(RAW)
     end = curves.risk[-1, 16] / curves.risk[raw, 16]
     asked = {"raw-wide": {NAME: area}, "end-wide": {NAME: end}}
     claims = [*written({NAME: probes}, suffix="-wide"), *records("sparse-C15-", asked, note=SEED)]
-    frames = {what: probe.to_frame() for what, probe in probes.items()}
+    frames = {what: each.to_frame() for what, each in probes.items()}
     return frames_of(frames, "target"), {"descent": curves.plot()}, claims
 
 

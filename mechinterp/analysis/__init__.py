@@ -5,9 +5,8 @@ from mechinterp.rooms import names_of
 HOMES = {
     "Chains": "mechinterp.analysis.training.sampler",
     "Langevin": "mechinterp.analysis.training.sampler",
-    "baselines": "mechinterp.analysis.learners.compare",
-    "preconditioned": "mechinterp.analysis.probing.linear",
-    "reweighted": "mechinterp.analysis.probing.linear",
+    "preconditioned": "mechinterp.analysis.probing.targets",
+    "reweighted": "mechinterp.analysis.probing.targets",
 }
 
 __getattr__ = names_of(__name__, HOMES)

@@ -137,7 +137,7 @@ def calibration_text(label: Label) -> str:
 
 LEFT_OUT = (
     "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
-    "these prompts; state their law by task= in Python (--task is the law of the training)."
+    "these prompts; state their law by task= (--task)."
 )
 
 
@@ -163,7 +163,7 @@ class Classified(Result):
     reading_doubt: str = ""
     """Why the file of the model may have been read wrongly; empty if nothing suggests it."""
 
-    needs_law: ClassVar = "the best step size, the distance to the solution manifold, components"
+    needs_law: ClassVar = "the best step size, components"
     """Parts of the result that need the law of the prompts."""
     heads_title: ClassVar[str]
     """Heading above the lines of the heads."""

@@ -267,8 +267,6 @@ def over_steps(
     """
     name, chosen = analysis_of(analysis)
     require_prompts(prompts, "over_steps")
-    if task is not None:
-        settings["task"] = task
     steps = getattr(source, "steps", None)
     if not steps:
         path = getattr(source, "path", None)
@@ -282,6 +280,7 @@ def over_steps(
             analysis,
             source.at(step),
             prompts=prompts,
+            task=task,
             context_length=context_length,
             n_prompts=n_prompts,
             seed=seed,

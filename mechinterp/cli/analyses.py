@@ -41,7 +41,7 @@ def command_of(name: str, text: str) -> Callable[..., None]:
     def run(path: PathArgument, *, request: Request, files: Files) -> None:
         show(name, path, request, files)
 
-    run.__name__, run.__doc__ = name.removesuffix("-learners"), text
+    run.__name__, run.__doc__ = name.replace("-", "_"), text
     return reads_files(device=True, request=True)(run)
 
 
@@ -53,9 +53,9 @@ probe = command_of(
     "probe",
     "Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL",
 )
-fit = command_of(
-    "fit-learners",
-    "Fit closed-form learners to the model. Example: mechinterp fit checkpoints/softmax-h2-s0",
+compare_learners = command_of(
+    "compare-learners",
+    "Compare the model with simple learners. Example: mechinterp compare-learners checkpoints/softmax-h2-s0",
 )
 response = command_of(
     "response",
@@ -144,9 +144,13 @@ def show(
     with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
         checkpoint = files.load(path, request.context_length)
         if steps:
-            result: Finding = over_steps(checkpoint, name, **request.drawn_by | settings)
+            result: Finding = over_steps(
+                checkpoint, name, task=files.law, **request.drawn_by | settings
+            )
         else:
-            result = run_analysis(name, checkpoint, **request.drawn_by, settings=settings)
+            result = run_analysis(
+                name, checkpoint, task=files.law, **request.drawn_by, settings=settings
+            )
     if request.as_json:
         say_json(to_json(title, checkpoint, result) | request.note)
         return

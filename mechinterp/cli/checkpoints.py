@@ -71,7 +71,8 @@ def classify(
                 with about_paths(path, *request.files):
                     checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
                     result = cast(
-                        "Classified", run_analysis("classify", checkpoint, **request.drawn_by)
+                        "Classified",
+                        run_analysis("classify", checkpoint, task=files.law, **request.drawn_by),
                     )
                     documents.append(
                         to_json("classify", checkpoint, result) | numbers | request.note
@@ -205,6 +206,7 @@ def report(
                 models,
                 out,
                 prompts=given,
+                task=files.law,
                 n_prompts=n_prompts,
                 seed=seed or 0,
                 analyses=analyses,

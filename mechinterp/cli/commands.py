@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.analyses import ablate, analyse, fit, probe, prune, response, score
+from mechinterp.cli.analyses import (
+    ablate,
+    analyse,
+    compare_learners,
+    probe,
+    prune,
+    response,
+    score,
+)
 from mechinterp.cli.checkpoints import classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import option
@@ -92,7 +100,7 @@ for run_command in (
     prune,
     probe,
     analyse,
-    fit,
+    compare_learners,
     report,
     score,
     info,

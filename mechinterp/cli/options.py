@@ -63,11 +63,13 @@ LengthsOption = Annotated[
     list[int] | None,
     option(
         "--context-length",
-        "Pairs per prompt; default: the task's number. Repeatable for fit; there 10, 20, ..., 100.",
+        "Pairs per prompt; default: the task's number. Repeatable for curves.",
         min=1,
     ),
 ]
 LENGTH = "task.context_length"
+UNKNOWN = "unknown"
+"""Value of --task for given prompts of unknown law."""
 NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 
@@ -222,8 +224,10 @@ def reads_files(
         def run(**given: Any) -> None:
             find_paths(given)
             path, as_json = given.get("path"), given.get("as_json")
-            hints = hints_of(**{p.name: given.pop(p.name) for p in HINTS})
-            files = Files(hints, device_of(given.pop("device", "cpu")))
+            stated = {p.name: given.pop(p.name) for p in HINTS}
+            law = UNKNOWN if str(stated["task"]) == UNKNOWN else None
+            hints = hints_of(**stated | ({} if law is None else {"task": None}))
+            files = Files(hints, device_of(given.pop("device", "cpu")), law)
             if request:
                 given["request"] = Request(**{p.name: given.pop(p.name) for p in shared})
             try:
@@ -257,10 +261,12 @@ def device_of(device: str) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """Settings for reading files, and the device on which models run."""
+    """Settings for reading files, the device on which models run, and the law of given prompts."""
 
     hints: Hints
     device: str = "cpu"
+    law: str | None = None
+    """"unknown": the law of given prompts is unknown; None: that of the model is in force."""
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to

@@ -1,5 +1,6 @@
 """Closed-form predictors: ridge regression, dMMSE on a pool of tasks, and the task of given prompts."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -92,6 +93,42 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         beta = torch.linalg.solve(gram + penalty * identity, moment)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def ridge_path(prompts: Prompts, penalties: Sequence[float]) -> Float[Tensor, "penalty batch d_y"]:
+    """Predictions of `ridge` at several penalties, from one decomposition of each prompt.
+
+    X X^T is decomposed if there are at least as many pairs as coordinates, else the Gram matrix of
+    the pairs: X^T (X X^T + penalty I)^-1 y is the same vector. Computed in float64.
+
+    Args:
+        penalties: Numbers >= 0; unit x^2.
+    Raises:
+        ValueError: If a penalty is negative.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 8, dtype=torch.float64)
+        >>> found = ridge_path(prompts, [0.0, 0.5])
+        >>> torch.allclose(found[1], ridge(prompts, penalty=0.5), rtol=1e-10)
+        True
+    """
+    if min(penalties) < 0:
+        raise ValueError(f"penalty must be >= 0, got {min(penalties)}.")
+    x, y = prompts.x.double(), prompts.y.double()
+    query = prompts.x_query.double()[..., None]
+    if x.shape[1] < x.shape[2]:
+        values, vectors = torch.linalg.eigh(x @ x.mT)
+        product = (vectors.mT @ y) * (vectors.mT @ (x @ query))
+    else:
+        values, vectors = torch.linalg.eigh(x.mT @ x)
+        product = (vectors.mT @ (x.mT @ y)) * (vectors.mT @ query)
+    paths = [
+        ridge(prompts, penalty=0.0)
+        if penalty == 0
+        else (product / (values[..., None] + penalty)).sum(1).to(prompts.x)
+        for penalty in penalties
+    ]
+    return torch.stack(paths)
 
 
 def nadaraya_watson(
@@ -335,8 +372,5 @@ def _estimated(prompts: Prompts) -> dict[str, Any]:
 
 def _best_penalty(prompts: Prompts) -> float:
     """Penalty of ridge regression with the smallest loss on these prompts."""
-    losses = [
-        (ridge(prompts, penalty=penalty) - prompts.y_query).square().mean().item()
-        for penalty in PENALTIES
-    ]
-    return float(PENALTIES[int(np.argmin(losses))])
+    errors = ridge_path(prompts, PENALTIES) - prompts.y_query
+    return float(PENALTIES[int(errors.square().mean((1, 2)).argmin())])

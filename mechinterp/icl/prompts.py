@@ -21,6 +21,8 @@ from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
 IDENTITY = CovarianceConfig()
+TEST_ROWS = 4
+"""One row in this many of a table of data is for tests."""
 
 
 class NoTaskVectorsError(ValueError):
@@ -101,6 +103,54 @@ class Prompts:
         if "beta" in tensors:
             clean = (tensors["x_query"][:, None] @ tensors["beta"])[:, 0]
         return cls(**{"beta": None, "y_query_clean": clean, **tensors})  # type: ignore[arg-type]
+
+    @classmethod
+    def from_table(
+        cls,
+        x: ArrayLike,
+        y: ArrayLike,
+        *,
+        context_length: int,
+        n_prompts: int,
+        seed: int = 0,
+        standardise: bool = False,
+    ) -> "Prompts":
+        """Prompts of random rows of a table of data.
+
+        A random quarter of the rows is for tests: queries are rows of it, and the pairs of a prompt
+        are different rows of the others.
+
+        Args:
+            x: Covariates [row, d_x].
+            y: Responses [row, d_y], or [row] for one response.
+            context_length: Number of pairs of a prompt.
+            seed: Seed of the split and of the rows.
+            standardise: True: each column of x and y is shifted and scaled to mean 0 and variance 1
+                over the rows that are not for tests.
+        Raises:
+            ValueError: If the shapes do not fit, an entry is not finite, there are too few rows for
+                the pairs, or a column to be standardised is constant.
+        Example:
+            >>> x = np.random.default_rng(0).normal(size=(100, 3))
+            >>> Prompts.from_table(x, x.sum(1), context_length=20, n_prompts=8)
+            Prompts(8 of 20 pairs, d_x=3, d_y=1, torch.float64, without task vectors)
+        """
+        table = {"x": _tensor("x", x).cpu(), "y": _tensor("y", y).cpu()}
+        if table["y"].ndim == 1:
+            table["y"] = table["y"][:, None]
+        train, test = _split(*table.values(), context_length)
+        if n_prompts < 1:
+            raise ValueError(f"n_prompts must be >= 1, got {n_prompts}.")
+        generator = generator_for(seed, "eval", 0)
+        order = torch.randperm(train + test, generator=generator, device="cpu")
+        pool = order[test:]
+        if standardise:
+            table = {name: _standardised(name, each, pool) for name, each in table.items()}
+        places = torch.rand(n_prompts, train, generator=generator, device="cpu").argsort(1)
+        pairs = pool[places[:, :context_length]]
+        query = order[torch.randint(test, (n_prompts,), generator=generator, device="cpu")]
+        x_all, y_all = table["x"], table["y"]
+        return cls.from_arrays(x_all[pairs], y_all[pairs], x_all[query], y_all[query])
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
@@ -221,6 +271,43 @@ def _tensor(name: str, values: ArrayLike) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor
+
+
+def _split(x: Tensor, y: Tensor, context_length: int) -> tuple[int, int]:
+    """Numbers of rows of a table for pairs and for tests.
+
+    Raises:
+        ValueError: If the shapes do not fit, or there are too few rows.
+    """
+    shapes = [list(each.shape) for each in (x, y)]
+    if any(len(shape) != 2 for shape in shapes) or len(x) != len(y):
+        raise ValueError(
+            f"x and y must have shapes [row, d_x] and [row, d_y], got {shapes[0]} and {shapes[1]}."
+        )
+    test = len(x) // TEST_ROWS
+    train = len(x) - test
+    if test < 1 or not 1 <= context_length <= train:
+        raise ValueError(
+            f"context_length must lie in 1 to {train}, the rows that are not for tests (1 in {TEST_ROWS} "
+            f"is), got {context_length}."
+        )
+    return train, test
+
+
+def _standardised(
+    name: str, values: Float[Tensor, "row column"], rows: Int[Tensor, " some"]
+) -> Float[Tensor, "row column"]:
+    """Columns with mean 0 and variance 1 over some rows.
+
+    Raises:
+        ValueError: If a column is constant.
+    """
+    mean, std = values[rows].mean(0), values[rows].std(0, correction=0)
+    if not (std > 0).all():
+        raise ValueError(
+            f"{name} must vary in every column to be standardised, got a constant one."
+        )
+    return (values - mean) / std
 
 
 def ordinary(tensor: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def pattern_and_slope(
         pattern = torch.softmax(scores, dim)
         return pattern, pattern
     if not is_normalised(score):
-        factor = slope if score == "linear" else slope / scores.shape[dim]
+        factor = slope if score == "linear" else slope / max(scores.shape[dim], 1)
         if score == "relu/L":
             return factor * scores.clamp_min(0), factor * (scores > 0).to(scores)
         return factor * scores, torch.full_like(scores, factor)

@@ -39,10 +39,11 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import printable, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
 from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.config import TaskLike
 from mechinterp.display import counted
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.runner import NoStreamError
-from mechinterp.models.run.evaluation import least_number, require_number
+from mechinterp.models.run.evaluation import least_number, require_number, require_prompts
 from mechinterp.models.run.predictor import predictions_kept
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.report import to_html
@@ -74,6 +75,7 @@ def write_report(
     out: str | Path,
     *,
     prompts: Prompts | None = None,
+    task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
     analyses: Sequence[str | Callable[..., Finding]] | None = None,
@@ -92,6 +94,7 @@ def write_report(
         analyses: Analyses to show: names in `ANALYSES`, "module:function", or functions; None: those that suit the
             model.
         prompts: Given prompts, for example from `Prompts.from_arrays`; None: prompts are drawn.
+        task: Law of the prompts; None: that of the model; "unknown": given prompts have no known law.
         n_prompts: Number of evaluation prompts; None: each analysis uses its default. The numbers equal those of the
             commands. Slow analyses never use more than their default, and models with several layers use at
             least the number that probes need; the page states the number.
@@ -118,7 +121,7 @@ def write_report(
     if figures:
         require_format(Path(f"figure.{figures}"))
     if isinstance(checkpoint, Sequence):
-        for option, value in (("analyses", analyses), ("prompts", prompts)):
+        for option, value in (("analyses", analyses), ("prompts", prompts), ("task", task)):
             if value is not None:
                 raise ValueError(f"{option} need one checkpoint, got {len(checkpoint)}.")
         models = sorted(checkpoint, key=lambda each: natural(each.name))
@@ -134,7 +137,9 @@ def write_report(
     else:
         name, about = checkpoint.name, checkpoint.in_words
         with predictions_kept():
-            verdict, loss, sections = contents_of(checkpoint, prompts, n_prompts, seed, analyses)
+            verdict, loss, sections = contents_of(
+                checkpoint, prompts, n_prompts, seed, analyses, task
+            )
     return write_page(
         out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
     )
@@ -268,6 +273,7 @@ def contents_of(
     n_prompts: int | None,
     seed: int,
     analyses: Sequence[str | Callable[..., Finding]] | None,
+    task: TaskLike | None = None,
 ) -> tuple[str, str, list[Section]]:
     """Verdict, loss line (with the losses of ridge regression and of predicting 0), and sections. Arguments are those of
     `write_report`.
@@ -275,6 +281,7 @@ def contents_of(
     Raises:
         ValueError: If an analysis does not exist or does not take the model, or n_prompts is too small.
     """
+    require_prompts(prompts, "write_report")
     if prompts is not None and n_prompts is not None:
         raise ValueError(
             f"n_prompts is of prompts that are drawn, got {n_prompts} and {prompts!r}."
@@ -285,7 +292,8 @@ def contents_of(
 
     def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
         drawn_by, text = prompts_of(name, analysis, n_prompts, seed, prompts)
-        return run_analysis(analysis.function, checkpoint, **drawn_by), text
+        law = task if "task" in analysis.options else None
+        return run_analysis(analysis.function, checkpoint, task=law, **drawn_by), text
 
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}

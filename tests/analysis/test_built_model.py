@@ -10,7 +10,9 @@ import torch
 
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.pruning import best_head_first, prune
-from mechinterp.analysis.probing.linear import descent_curves, probe_layers, reweighted
+from mechinterp.analysis.probing.p_probe import descent_curves
+from mechinterp.analysis.probing.probe import probe
+from mechinterp.analysis.probing.targets import reweighted
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -106,7 +108,7 @@ def test_descent_on_the_features_is_algorithm_1(model, few):
 
 
 def test_probes_see_the_structure_from_the_first_layer_on(model, prompts):
-    found = probe_layers(model, prompts, target=reweighted)
+    found = probe(model, prompts, targets="reweighted x").probes["reweighted x"]
     assert abs(found.r2[0, 0]) < 0.05
     assert found.r2[1:, 0] == pytest.approx(1, abs=1e-6)
     assert abs(found.control_r2).max() < 0.05

@@ -1,5 +1,7 @@
 """Patching by position: as many columns as positions, and the numbers that patching by hand gives."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.predictor import predictor_of
 from tests import deep_models
 from tests.conftest import refused
 
@@ -135,3 +138,18 @@ def test_given_prompts_are_corrupted_by_other_task_vectors_of_the_model():
     assert found.effect.shape == (1, 6)
     again = patch_activations(model, *clean_and_corrupted(model, clean, None, n_prompts=1, seed=3))
     np.testing.assert_array_equal(found.effect, again.effect)
+
+
+def test_given_prompts_without_task_vectors_are_corrupted_by_another_order_of_y():
+    model = gradient_step(0.5, 3)
+    drawn = evaluation_prompts(model, n_prompts=10, seed=3, context_length=5)
+    clean = replace(drawn, beta=None)
+    _, corrupted = clean_and_corrupted(model, clean, None, n_prompts=1, seed=3)
+    assert torch.equal(corrupted.x, clean.x)
+    assert torch.equal(corrupted.y_query, clean.y_query)
+    assert torch.equal(corrupted.y.sort(1).values, clean.y.sort(1).values)
+    assert not torch.equal(corrupted.y, clean.y)
+    found = patch_activations(model, clean, seed=3)
+    gap = predictor_of(model).predict(clean) - predictor_of(model).predict(corrupted)
+    assert found.total == pytest.approx(gap.square().mean().item(), rel=1e-9)
+    assert found.total > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from analyses.pools.map import transient
 from analyses.pools.prior_heads import _rises, prior_heads
-from mechinterp.analysis.learners.compare import baselines, fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.learners.priors import (
     ERROR,
     KINDS,
@@ -196,21 +196,19 @@ def test_what_cannot_be_compared_is_refused(arguments: tuple, settings: dict, wo
 def test_dmmse_is_a_learner_and_a_baseline_of_a_task_with_a_pool():
     task = replace(TASK, d_y=1)
     memory = partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
-    fits = fit_learners(memory, task, context_lengths=[4], n_prompts=500)
-    assert fits.best == fits.to_frame()["learner"].iloc[-1] == "dmmse"
-    assert fits.r2[0, -1] == pytest.approx(1)
-    plain = fit_learners(memory, replace(task, n_tasks=None), context_lengths=[4], n_prompts=500)
-    assert len(plain.learners) == 5
+    fits = compare_learners(memory, task=task, n_prompts=500)
+    assert fits.best == fits.learners[-1] == "dmmse"
+    assert fits.at_trained.r2["dmmse"] == pytest.approx(1)
+    plain = compare_learners(memory, task=replace(task, n_tasks=None), n_prompts=500)
+    assert "dmmse" not in plain.learners
     prompts = draw_prompts(task, 300, dtype=torch.float64)
     heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
     given = replace(predictor_of(heads), task=task)
-    found = baselines(given, prompts)
-    assert found.learners[-1] == "dMMSE"
+    found = compare_learners(given, prompts, task=task).at_trained
+    assert found.index[-1] == "dmmse"
     risk = (memory(prompts) - prompts.y_query_clean).square().mean().item()
-    assert found.risk[0, -1] == pytest.approx(risk)
-    assert found.risk[0, -1] < found.risk[0, :-1].min()
-    without = replace(given, task=replace(task, n_tasks=None))
-    assert "dMMSE" not in baselines(without, prompts).learners
+    assert found.risk["dmmse"] == pytest.approx(risk)
+    assert found.risk["dmmse"] < found.risk.drop("dmmse").min()
 
 
 TWO_TASKS = TaskConfig(d_x=3, context_length=5, n_tasks=2, beta_var=1.0, noise_var=0.25)

@@ -422,6 +422,8 @@ def test_results_are_copies_and_have_columns() -> None:
     }
     for name, expected in columns.items():
         assert getattr(found, name).columns.tolist() == expected
+    figure = found.plot(beside=[found], names=["first", "second"])
+    assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 2
 
 
 COVERED = {

@@ -16,11 +16,11 @@ import torch
 
 from analyses.lib.coefficient_snapshots import coefficient_snapshots
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges
-from mechinterp.analysis.probing.linear import preconditioned, probe_layers
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
@@ -176,7 +176,7 @@ CASES = {
     "attention-entropy": Case(softmax),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
     "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
-    "fit-learners": Case(softmax, n_prompts=256, settings={"context_lengths": (40,)}),
+    "compare-learners": Case(softmax, n_prompts=256),
     "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "local-learning-coefficient": Case(
         on_moments, seeds=100, slow=True, settings={"chains": CHAINS}
@@ -191,13 +191,11 @@ CASES = {
         hooked, n_prompts=512, slow=True, run=ANALYSES["classify"].function
     ),
     "ablate one layer": Case(softmax, slow=True, run=ANALYSES["ablate"].function),
-    "baselines of one layer": Case(softmax, slow=True, run=ANALYSES["baselines"].function),
-    "fit of one head": Case(
-        one_head, n_prompts=256, slow=True, run=partial(fit_learners, context_lengths=(40,))
-    ),
+    "learners of several layers": Case(descents, n_prompts=256, slow=True, run=compare_learners),
+    "fit of one head": Case(one_head, n_prompts=256, slow=True, run=compare_learners),
     "prune with a new read-out": Case(slow=True, run=partial(prune, refit=True)),
     "patch-activations": Case(n_prompts=24, seeds=100),
-    "probe of a structure": Case(run=partial(probe_layers, target=preconditioned)),
+    "probe of a structure": Case(run=partial(probe, targets="preconditioned x")),
 }
 """Further analyses of the registry get the default case on the first of `MODELS` that they take."""
 MODELS = (layers, softmax, with_pool)
@@ -321,10 +319,9 @@ def test_every_column_of_a_table_with_an_error_is_compared():
     """Columns are renamed fields or properties; a test of fields alone could miss one."""
     for name in (
         "ablate",
-        "baselines",
         "prune",
-        "read-out-by-layer",
-        "fit-learners",
+        "probe",
+        "compare-learners",
         "compare-priors",
     ):
         case = case_of(name)

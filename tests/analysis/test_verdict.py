@@ -1,5 +1,6 @@
 """The lines on a model: formula, certainty, what predicts as well and what does not, with the numbers of the result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,18 @@ def test_a_step_is_told_with_its_numbers_and_its_runner_up():
     assert step.loss.ridge < step.loss.model < step.loss.zero
     assert step.loss.zero == pytest.approx(1.1, abs=4 * step.loss.zero_sem)
     assert all(line in repr(step) for line in str(said).splitlines())
+
+
+def test_a_learner_that_explains_less_than_half_predicts_nothing_as_well():
+    step = classify(debiased_gradient_step(0.7, 0.05, d_x=5), n_prompts=64)
+    near = step.near
+    last = near.learners.index("kernel_head")
+    tied = replace(near, lead=np.zeros_like(near.lead), r2=np.full_like(near.r2, 0.6))
+    assert "a kernel smoother" in replace(step, near=tied).verdict.alike
+    tied.r2[last] = 0.4
+    far = replace(step, near=tied).verdict
+    assert "a kernel smoother" not in far.alike
+    assert "least squares" in far.alike
 
 
 @pytest.mark.parametrize(

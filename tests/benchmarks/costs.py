@@ -75,7 +75,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, stop)
     for name in MODELS:
-        for analysis in ("classify", "ablate", "fit"):
+        for analysis in ("classify", "ablate", "compare-learners"):
             seconds(analysis, name)
     rows = [
         f"| {each} | {' | '.join(seconds(each, n) for n in MODELS)} |" for each in (*ANALYSES, PAGE)

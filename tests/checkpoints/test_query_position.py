@@ -14,7 +14,7 @@ from mechinterp import (
     p_probe,
     patch_activations,
     predictor_of,
-    probe_layers,
+    probe,
     prune,
     write_report,
 )
@@ -83,6 +83,11 @@ def own_prediction(hooked):
     return target
 
 
+def probe_of(hooked, prompts, target):
+    """Probe of one target at the query."""
+    return probe(hooked, prompts, targets={"own": target}).probes["own"]
+
+
 def noted(module: nn.Module, inside: nn.Module, tokens):
     """What leaves a module inside another one."""
     outputs = []
@@ -109,10 +114,10 @@ def test_a_module_that_interleaves_inside_is_read_at_its_last_x(prompts):
 def test_what_looks_into_its_stream_looks_there(prompts):
     hooked, wrong = split(), split(position=-1)
     target = own_prediction(hooked)
-    right, end = (probe_layers(each, prompts, target=target).r2[-1, 0] for each in (hooked, wrong))
+    right, end = (probe_of(each, prompts, target).r2[-1, 0] for each in (hooked, wrong))
     # What is left is the last norm; at the end of the stream is the token of zeros.
     assert right > 0.99
-    assert end < right - 10 * probe_layers(hooked, prompts, target=target).r2_sem[-1, 0]
+    assert end < right - 10 * probe_of(hooked, prompts, target).r2_sem[-1, 0]
     run = predictor_of(hooked).query_streams(prompts, 1)
     assert run.shape == (len(prompts), PAIRS, WIDTH)
     torch.testing.assert_close(run[:, -1], predictor_of(hooked).streams(prompts)[1, :, 0])
@@ -133,7 +138,7 @@ def test_all_positions_of_its_stream_are_patched(prompts):
 
 def test_positions_of_pairs_are_refused_where_the_stream_has_others(prompts):
     with pytest.raises(ValueError, match=f"the model must have {PAIRS} positions .*, got 14"):
-        probe_layers(split(), prompts, positions=[0])
+        probe(split(), prompts, targets="y", positions=[0])
     with pytest.raises(ValueError, match=r"other than the query's, -1, .* got it at 12"):
         predictor_of(split()).streams(prompts, positions=[-2])
 
@@ -148,7 +153,7 @@ def test_an_encoder_is_read_where_its_output_is(prompts, before, after, place):
         made(Encoder, before, after), read=lambda output: output[:, read_at], task=TASK
     )
     assert query_positions(hooked.hooked, prompts) == [place] * 3
-    probes = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    probes = probe_of(hooked, prompts, own_prediction(hooked))
     assert probes.r2[-1, 0] > 1 - 1e-6  # a linear function of the stream
 
 
@@ -156,7 +161,7 @@ def test_a_pooling_module_of_other_positions_is_asked_for_one(prompts):
     pooled = made(Pooled, 1, 2)
     hooked = hook_module(pooled, task=TASK)
     message = f"position must be given to hook_module: the stream has {PAIRS + 3} positions where the input has {PAIRS}, and"
-    for analysis in (probe_layers, p_probe, prune):
+    for analysis in (probe, p_probe, prune):
         with pytest.raises(ValueError, match=message):
             analysis(hooked, prompts)
     stated = hook_module(pooled, task=TASK, position=-3)
@@ -202,7 +207,7 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module)
     assert torch.equal(streams[0, :, 0], prompts.tokens[:, -1])
     assert torch.equal(streams[1, :, 0, :1], hooked.predict(prompts))
     assert not streams[1, :, 0, 1:].any()
-    probes = probe_layers(hooked, prompts, target=own_prediction(hooked))
+    probes = probe_of(hooked, prompts, own_prediction(hooked))
     assert probes.r2[1, 0] > 1 - 1e-6 > probes.r2[0, 0]
     assert prune(hooked, prompts, rule=best_head_first).refit_risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
@@ -229,7 +234,7 @@ class SumsOutside(nn.Module):
 @pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
-    for analysis in (probe_layers, prune, p_probe_of):
+    for analysis in (probe, prune, p_probe_of):
         with pytest.raises(ValueError, match="a sum with the stream stands outside"):
             analysis(hooked, prompts)
     assert ablate(hooked, prompts, what="heads").rise.any()

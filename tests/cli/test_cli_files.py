@@ -59,7 +59,7 @@ def test_a_report_refuses_a_folder_that_was_filled_meanwhile(tmp_path: Path):
 
     words = f"already holds {PAGE}; it is not overwritten"
     with pytest.raises(ValueError, match=words), show_progress(meanwhile):
-        write_report(load(CHECKPOINT), tmp_path, n_prompts=64, analyses=["fit-learners"])
+        write_report(load(CHECKPOINT), tmp_path, n_prompts=64, analyses=["compare-learners"])
     assert [path.name for path in tmp_path.iterdir()] == [PAGE]
     assert (tmp_path / PAGE).read_text() == "mine"
 

@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "prune": (DEEP, "--n-prompts", 128),
     "probe": (DEEP, "--n-prompts", 128),
     "analyse": ("ablate", ONE, "--what", "heads", "--n-prompts", 64),
-    "fit": (ONE, "--n-prompts", 64, "--context-length", 10),
+    "compare-learners": (ONE, "--n-prompts", 64, "--context-length", 10),
     "report": (ONE, "--n-prompts", 64),
 }
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")

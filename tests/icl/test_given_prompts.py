@@ -8,7 +8,7 @@ import torch
 
 from mechinterp import classify
 from mechinterp.analysis.ablation.ablate import ablate
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
 from mechinterp.icl.prompts import Prompts, draw_prompts
@@ -101,14 +101,14 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     assert found.left_out in repr(found)
     assert np.isnan(found.scales.eta_optimal)
     assert classify(weights, given, task={"noise_var": 0.2}).left_out == ""
-    fits = fit_learners(weights, prompts=given)
-    at = fits.learners.index("debiased_gd")
-    assert fits.context_length.tolist() == [10, LENGTH]
-    assert fits.r2[-1, at] == pytest.approx(1, abs=0.01)
+    fits = compare_learners(weights, given)
+    row = fits.at_trained.loc["debiased_gd"]
+    assert row.n_pairs == LENGTH
+    assert row.r2 == pytest.approx(1, abs=0.01)
     shape = debiased_gd(given, eta=1.0)
     predicted = predictor_of(weights).predict(given)
     eta = (shape * predicted).sum() / shape.square().sum()
-    assert fits.factor[-1, at] == pytest.approx(eta.item())
+    assert row.factor == pytest.approx(eta.item())
     risk = ablate(weights, given, what="heads").full_risk
     assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
 
@@ -133,3 +133,40 @@ def test_covariances_of_another_scale_and_of_any_matrix():
             as_task({"d_x": 2, "covariance": {"kind": "matrix", "matrix": matrix}})
     with refused("matrix", "d_x = 3 rows", 2):
         TaskConfig(d_x=3, covariance=full.covariance)
+
+
+def test_prompts_of_a_table_keep_its_test_rows_apart():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 2)) * [1.0, 50.0] + 3
+    y = np.arange(40.0)  # names the row
+    found = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=2)
+    pairs, queries = set(found.y.flatten().tolist()), set(found.y_query.flatten().tolist())
+    assert (len(pairs), len(queries)) == (30, 10)
+    assert not pairs & queries
+    assert all(len(set(one.flatten().tolist())) == 12 for one in found.y)
+    rows = found.y[..., 0].long()
+    np.testing.assert_array_equal(found.x, x[rows])
+    np.testing.assert_array_equal(found.x_query, x[found.y_query[:, 0].long()])
+    other = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=3)
+    assert set(other.y_query.flatten().tolist()) != queries
+    scaled = Prompts.from_table(x, y, context_length=12, n_prompts=300, seed=2, standardise=True)
+    train = torch.tensor(x[sorted(int(row) for row in pairs)])
+    mean, std = train.mean(0), train.std(0, correction=0)
+    torch.testing.assert_close(scaled.x, (found.x - mean) / std)
+    torch.testing.assert_close(scaled.x_query, (found.x_query - mean) / std)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"context_length": 31}, ("context_length", "1 to 30", "31")),
+        ({"context_length": 0}, ("context_length", "got 0")),
+        ({"n_prompts": 0}, ("n_prompts", "got 0")),
+        ({"y": np.ones((39, 1))}, ("[40, 2]", "[39, 1]")),
+        ({"x": np.ones((40, 2)), "standardise": True}, ("x must vary",)),
+    ],
+)
+def test_tables_without_prompts_are_refused(arguments: dict, words: tuple):
+    given = {"x": np.random.default_rng(0).normal(size=(40, 2)), "y": np.arange(40.0)}
+    with refused(*words):
+        Prompts.from_table(**(given | {"context_length": 5, "n_prompts": 8} | arguments))

@@ -9,9 +9,11 @@ import torch
 from analyses.lib.theory.learners import lasso, one_step_pcr, pcr
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.predictors import (
+    PENALTIES,
     debiased_gd,
     nadaraya_watson,
     ridge,
+    ridge_path,
     vanilla_gd,
 )
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
@@ -72,6 +74,20 @@ def test_ridge_solves_the_normal_equations(small_prompts, penalty):
         rtol=1e-9,
         atol=1e-10,
     )
+
+
+@pytest.mark.parametrize(
+    ("d_x", "length", "d_y"), [(5, 3, 1), (5, 5, 2), (4, 12, 1), (20, 9, 2), (3, 0, 1)]
+)
+def test_one_decomposition_gives_ridge_at_every_penalty(d_x: int, length: int, d_y: int):
+    task = TaskConfig(d_x=d_x, context_length=12, d_y=d_y)
+    prompts = draw_prompts(task, 16, dtype=torch.float64).prefix(length)
+    found = ridge_path(prompts, PENALTIES)
+    for penalty, each in zip(PENALTIES, found, strict=True):
+        expected = ridge(prompts, penalty=penalty)
+        torch.testing.assert_close(each, expected, rtol=2e-12, atol=2e-12)
+    with refused("penalty", -1):
+        ridge_path(prompts, [0.5, -1])
 
 
 def test_the_bayes_penalty_beats_its_neighbours():

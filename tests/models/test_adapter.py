@@ -12,7 +12,8 @@ from torch import nn
 
 from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.probing.linear import p_probe, probe_layers
+from mechinterp.analysis.probing.p_probe import p_probe
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.masks import z_name
@@ -163,7 +164,7 @@ def without(predictor: HookedPredictor, hook: str) -> HookedPredictor:
 def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
     predictor = without(make(), "hook_resid_post")
     assert run(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
-    for use in (probe_layers, prune, lambda model, given: p_probe({"m": model}, given, layer=2)):
+    for use in (probe, prune, lambda model, given: p_probe({"m": model}, given, layer=2)):
         with refused("the hook blocks.1.hook_resid_post", "does not run through it"):
             use(predictor, prompts)
     assert p_probe({"m": predictor}, prompts, layer=1, steps=2).risk.shape == (3, 3)

@@ -1,5 +1,7 @@
 """The one door to the prompts of an analysis and to their law."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +18,7 @@ from mechinterp.models.run.evaluation import (
     require_prompts,
     task_for,
 )
-from tests.conftest import refused
+from tests.conftest import Run, refused
 
 TASK = TaskConfig(d_x=5, context_length=6, noise_var=0.3)
 FIELDS = ("x", "y", "x_query", "y_query", "y_query_clean", "beta")
@@ -139,3 +141,21 @@ def test_numbers_and_laws_of_another_kind_are_refused():
         prompts_and_law(model, sample_prompts(TaskConfig(d_x=2), 4), analysis="probe")
     with refused("n_prompts must be >= 8"):
         evaluation_prompts(model, n_prompts=7, fitted=1)
+
+
+@pytest.mark.slow
+def test_files_of_prompts_have_the_law_of_the_model_or_none(run: Run, tmp_path: Path):
+    checkpoint = load("softmax-h2-s0")
+    prompts = sample_prompts(checkpoint, 64)
+    arrays = {name: getattr(prompts, name).numpy() for name in FIELDS}
+    np.savez(tmp_path / "own.npz", **arrays)
+    given = ("--prompts", tmp_path / "own.npz")
+    law = run("classify", "softmax-h2-s0", *given, "--json").document[0]
+    none = run("classify", "softmax-h2-s0", *given, "--task", "unknown", "--json").document[0]
+    assert "left_out" not in law["evidence"]
+    assert "law of the prompts is unknown" in none["evidence"]["left_out"]
+    assert law["pattern"] == none["pattern"] == "debiased_gd"
+    run("classify", "softmax-h2-s0", "--task", "unknown").assert_refused("needs given prompts")
+    out = ("--out", tmp_path / "page", "--analysis", "classify", "--task", "unknown")
+    run("report", "softmax-h2-s0", *given, *out)
+    assert "law of the prompts is unknown" in (tmp_path / "page" / "index.html").read_text("utf-8")

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp import cli
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.result import Table
@@ -103,19 +103,17 @@ def narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_fits_are_shown_at_the_trained_length_and_r2_over_all(narrow):
+def test_learners_are_shown_at_the_trained_length(narrow):
     pair = debiased_gradient_step(0.88, 0.1, d_x=5)
-    fits = fit_learners(pair, context_lengths=[10, 20], n_prompts=512)
-    text = to_text("fit-learners", fits)
+    fits = compare_learners(pair, context_lengths=[10, 40], n_prompts=512)
+    text = to_text("compare-learners", fits)
     assert " ".join(text.split()).startswith(fits.verdict)
     rest = text.splitlines()
     assert max(map(len, rest)) <= 80
-    (row,) = [line.split() for line in rest if line.split()[:1] == ["debiased_gd"]]
-    assert row[1:4] == with_error(fits.factor[2, 2], fits.factor_sem[2, 2]).split()
-    over_length = rest[rest.index("R² over context length") + 1 :]
-    values = np.array([line.split() for line in over_length[2:]], dtype=float)
-    assert values[:, 0].tolist() == [10, 20, 40]
-    np.testing.assert_allclose(values[:, 1:], fits.r2, rtol=5e-3)  # three digits
+    row = [word for line in rest if line.split()[:1] == ["debiased_gd"] for word in line.split()]
+    own = fits.at_trained.loc["debiased_gd"]
+    for name in ("factor", "r2", "risk"):
+        assert with_error(own[name], own[f"{name}_sem"]) in " ".join(row)
 
 
 def test_a_table_has_at_most_twenty_rows_unless_all_are_asked_for(narrow):
@@ -190,7 +188,10 @@ def on_a_terminal(*arguments: str) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals to open here")
 def test_a_long_analysis_shows_a_bar_on_a_terminal_and_nothing_of_it_in_the_output():
-    arguments, text = "fit softmax-h1-s0 --n-prompts 512 --context-length 20", "fitting"
+    arguments, text = (
+        "compare-learners softmax-h1-s0 --n-prompts 512 --context-length 20",
+        "learners at",
+    )
     words = arguments.split()
     paths = [str(CHECKPOINTS / a) if (CHECKPOINTS / a).exists() else a for a in words]
     output, shown = on_a_terminal(*paths, "--json")

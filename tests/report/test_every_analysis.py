@@ -141,7 +141,7 @@ def test_the_commands_pass_options_on_and_refuse_too_few(run: Run, tmp_path: Pat
     assert run(*edges, 6).document["rows"] != run(*edges, 4).document["rows"]
     one = CHECKPOINTS / "softmax-h2-s0"
     run("analyse", "circuits", one, "--n-prompts", 5).assert_refused("takes no n_prompts, got 5.")
-    for command in (("fit",), ("classify",), ("analyse", "baselines")):
+    for command in (("compare-learners",), ("classify",)):
         run(*command, one, "--n-prompts", 4).assert_refused("n_prompts must be >= 8", "got 4")
     run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 2", "got 1")
 
@@ -169,7 +169,7 @@ def test_what_is_no_analysis_of_a_model_is_refused(run: Run, tmp_path: Path):
     path = CHECKPOINTS / "softmax-h1-s0"
     out = ("--out", tmp_path / "page", "--analysis")
     run("report", path, *out, "sise").assert_refused("An analysis must be one of ", "'sise'")
-    run("report", path, path, *out, "fit-learners").assert_refused(
+    run("report", path, path, *out, "compare-learners").assert_refused(
         "analyses need one checkpoint, got 2"
     )
     deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"

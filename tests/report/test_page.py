@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.learners.compare import fit_learners
+from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
@@ -201,7 +201,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     assert list(tables["subsets.csv"]["kept"]) == ["none", "L0H0", "L0H1", "L0H0 L0H1"]
     assert tables["history.csv"]["step"].max() == 60
     longest = Section("", "", "").longest_table
-    for name in ("attention", "fits"):
+    for name in ("attention", "learners"):
         assert (len(tables[f"{name}.csv"]) <= longest) == (f'aria-label="{name}"' in page.source)
 
 
@@ -209,8 +209,9 @@ def test_tables_hold_the_numbers_of_the_analyses(trained: tuple[Checkpoint, Path
     checkpoint, folder = trained
     found = classify(checkpoint, n_prompts=N_PROMPTS).to_frame()
     pd.testing.assert_frame_equal(pd.read_csv(folder / "heads.csv"), found)
-    fits = fit_learners(checkpoint, n_prompts=N_PROMPTS).to_frame()
-    pd.testing.assert_frame_equal(pd.read_csv(folder / "fits.csv"), fits)
+    rows = compare_learners(checkpoint, n_prompts=N_PROMPTS).at_trained.reset_index()
+    read = pd.read_csv(folder / "learners.csv").assign(note="")
+    pd.testing.assert_frame_equal(read, rows)
 
 
 def test_a_name_is_never_a_tag(pair: tuple[Checkpoint, Page]):

@@ -10,7 +10,7 @@ import torch
 
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.probing.linear import probe_layers
+from mechinterp.analysis.probing.probe import probe
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
@@ -83,8 +83,9 @@ def test_probes_are_one_set_of_numbers(model: tuple[Path, dict], page: Path, run
     path, hints = model
     document = run(*asked(("probe", path), hints)).document
     shown = pd.read_csv(page / "probes.csv")
-    found = probe_layers(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
-    for rows in (pd.DataFrame(document["response"]), shown[shown["target"] == "response"]):
+    source = load(path, **hints)
+    found = probe(source, targets="y", n_prompts=N_PROMPTS, seed=SEED).probes["y"]
+    for rows in (pd.DataFrame(document["response"]), shown[shown["target"] == "y"]):
         np.testing.assert_allclose(rows["risk"], found.risk.ravel(), **SAME)
 
 

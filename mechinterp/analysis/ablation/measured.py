@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.analysis.ablation.contrasts import FULL, Contrast, Mask
-from mechinterp.analysis.learners.compare import LEARNERS
+from mechinterp.analysis.learners.simple import LEARNERS
 from mechinterp.analysis.stats import carried_by_few, mean_and_sem, ratio_and_sem, require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts

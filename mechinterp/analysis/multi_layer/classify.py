@@ -24,7 +24,7 @@ from mechinterp.analysis.classified import (
     nearest_learners,
 )
 from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
-from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
+from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
 from mechinterp.analysis.result import Table, records
@@ -194,7 +194,7 @@ def classify_layers(
 
     Args:
         task: Law of the prompts; None: the checkpoint's.
-        n_prompts: For the heads; the algorithm takes four times as many, and sixteen times where these do not decide.
+        n_prompts: For the heads and the algorithm, which takes four and then sixteen times as many if resamples disagree.
     Raises:
         ValueError: If there are fewer prompts than 8 or twice the scalars of an algorithm of as many layers, or the
             task's prompts are of other sizes than the model's.
@@ -290,4 +290,5 @@ def _others(algorithm: Naming) -> tuple[str, str]:
         for name in others
     }
     is_not = texts[behind[0]] if behind else NOTHING_EXCLUDED
-    return is_not, "; ".join(texts[name] for name in others if name not in behind)
+    near = [name for name in others if algorithm.explained(name)[0] >= NEAR]
+    return is_not, "; ".join(texts[name] for name in near if name not in behind)

@@ -574,7 +574,7 @@ def name_algorithm(
     Source:
         Derived here; the algorithms are those of `mechinterp.icl.algorithms`.
     See also:
-        `classify`, `fit_learners`, `probe_layers`, `read_out_by_layer`.
+        `classify`, `compare_learners`, `probe`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
         >>> name_algorithm(gradient_descent_model([0.5, 0.3], d_x=2), n_prompts=16).label

@@ -22,7 +22,7 @@ from mechinterp.analysis.classified import (
     nearest_learners,
 )
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
-from mechinterp.analysis.learners.nearest import Nearby
+from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
 from mechinterp.analysis.result import Band, Card, Table
@@ -106,7 +106,8 @@ class Classification(Evidence, Classified):
         )
         others = [n for n, name in enumerate(near.learners) if name not in label.cases]
         behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
-        alike = "; ".join(_other(near, n) for n in others if n not in behind)
+        close = [n for n in others if n not in behind and near.r2[n] >= NEAR]
+        alike = "; ".join(_other(near, n) for n in close)
         is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
         return Verdict(computes, sure, is_not, alike, self.task_doubt)
 

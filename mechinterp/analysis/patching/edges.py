@@ -93,7 +93,7 @@ class EdgeEffects(Result):
             for edge in frame.head(3).to_dict("records")
         )
         return [
-            f"Other task vectors move the prediction by {with_error(self.total, self.total_sem)} y² (mean squared "
+            f"The corrupted prompts move the prediction by {with_error(self.total, self.total_sem)} y² (mean squared "
             f"distance). Largest effects of edges, each patched alone: {named}.",
             f"Rank correlation of gradient estimates and patching over {len(frame)} edges: "
             f"{with_error(self.rank_correlation, self.rank_correlation_sem)}.",

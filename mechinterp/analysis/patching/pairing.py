@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.config import TaskConfig, TaskLike
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import evaluation_prompts, law_in_force, require_prompts
@@ -137,22 +137,26 @@ def clean_and_corrupted(
 ) -> tuple[Prompts, Prompts]:
     """Clean prompts, and corrupted prompts: by default with other task vectors and the same covariates and noise.
 
+    Given prompts without task vectors are corrupted by another order of the y of their pairs.
+
     Args:
         clean: Clean prompts; None draws `n_prompts` with `seed`.
         corrupted: Corrupted prompts. None gives the clean prompts other task vectors: given prompts get the task vector
-            of the prompt before, drawn prompts get new ones, drawn with `seed` + 1.
+            of the prompt before, drawn prompts get new ones, drawn with `seed` + 1. Given prompts without task vectors
+            get the y of their pairs in another order, drawn with `seed`.
         analysis, name: Name of the analysis and of its argument for clean prompts, for messages.
         task: Law of drawn prompts; None means the model's own.
     Raises:
-        ValueError: If `clean` or `corrupted` is something else, prompts must be drawn for a model without a task, or
-            given prompts come without task vectors.
+        ValueError: If `clean` or `corrupted` is something else, or prompts must be drawn for a model without a task.
     """
     require_prompts(clean, analysis, name=name)
     require_prompts(corrupted, analysis, name="corrupted")
     law = None if task is None else law_in_force(source, task, analysis, clean)
     drawn = clean is None
     clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
-    if corrupted is None:
+    if corrupted is None and clean.beta is None:
+        corrupted = with_permuted_y(clean, seed=seed)
+    elif corrupted is None:
         own = clean.task_vectors(f"{analysis} without corrupted prompts")
         other = own.roll(1, 0)
         if drawn:
@@ -160,6 +164,22 @@ def clean_and_corrupted(
             other = again.task_vectors(analysis).to(own)
         corrupted = with_task_vectors(clean, other)
     return clean, corrupted
+
+
+def with_permuted_y(prompts: Prompts, *, seed: int = 0) -> Prompts:
+    """The prompts with the y of the pairs of each prompt in another order, so that they say nothing about the query.
+
+    Example:
+        >>> from mechinterp.config import TaskConfig
+        >>> prompts = evaluation_prompts(TaskConfig(d_x=2), n_prompts=4)
+        >>> other = with_permuted_y(prompts)
+        >>> bool((other.y == prompts.y).all()), bool((other.y.sort(1).values == prompts.y.sort(1).values).all())
+        (False, True)
+    """
+    shape = prompts.y.shape[:2]
+    order = torch.rand(shape, generator=generator_for(seed, "eval", 1), device="cpu").argsort(1)
+    order = order.to(prompts.y.device)[..., None].expand_as(prompts.y)
+    return replace(prompts, y=prompts.y.gather(1, order))
 
 
 def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) -> Prompts:

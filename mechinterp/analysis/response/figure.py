@@ -45,7 +45,7 @@ def panels(found: Sequence[Frames], names: Sequence[str] = ()) -> go.Figure:
             draw(figure, each, row + 1, column + 1, first=n == 0)
             if n:
                 figure.update_yaxes(title_text="", row=row + 1, col=column + 1)
-    figure = figures.finish(figure, Frames, height=rows * ROW + 120, top=90)
+    figure = figures.finish(figure, "Response", height=rows * ROW + 120, top=90)
     figure.update_layout(title_text=reading.headline(found[0]) if one else "Responses")
     figure.update_layout(legend={"y": -0.12 if one else -0.06})
     return figure

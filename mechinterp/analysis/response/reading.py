@@ -130,7 +130,7 @@ def _parts(found: Frames, output: int) -> list[str]:
     left = found.of_output(found.left, output).set_index("columns")
     if which not in ("no linear map", "kernel", "online"):
         parts.append(form_in_words(found, output))
-    parts += _against_bayes(found, output)
+    parts += against_bayes(found, output)
     value, sem = left["left"]["filter"], left.left_sem["filter"]
     parts.append(f"the filter leaves {_percent(value, sem)} of the squared predictions")
     mean = found.scalar("mean of x", output)
@@ -143,7 +143,7 @@ def _parts(found: Frames, output: int) -> list[str]:
     return parts
 
 
-def _against_bayes(found: Frames, output: int) -> list[str]:
+def against_bayes(found: Frames, output: int = 0) -> list[str]:
     """Directions whose weight differs from the Bayes learner's by more than 3 errors."""
     rows = found.of_output(found.differences, output)
     if rows.empty:

@@ -73,9 +73,9 @@ class Hints:
 
     task: Mapping[str, object] | None = _hint(
         "Fields of the task of the training, if the file does not state them; default: those of the format's paper. "
-        "Not the law of --prompts. In Python also a TaskConfig or a dict.",
+        "They are the law of --prompts, too; unknown: --prompts have no known law. In Python also a TaskConfig or a dict.",
         kind=Path,
-        metavar="FILE.json",
+        metavar="FILE.json|unknown",
     )
     format: str | None = _hint("Format of the file, if its names do not show it.", metavar="NAME")
     d_x: int | None = _hint("Dimension of a covariate.", min=1)

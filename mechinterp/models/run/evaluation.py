@@ -243,7 +243,7 @@ def task_for(
         analysis: Name of the analysis, for messages.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "fit_learners").in_words
+        >>> task_for(zero_head(d_x=3), {"noise_var": 0}, "compare_learners").in_words
         'd_x 3, d_y 1, context_length 40, covariance identity, beta_var 0.3333 (1/d_x), noise_var 0; assumed: context_length, covariance, beta_var'
     """
     if isinstance(task, PromptsTask) and prompts is None:

@@ -178,7 +178,7 @@ def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token 
         raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {score!r}.")
     factor = weights.scale * weights.model.score_slope
     if score == "linear/L":
-        factor = factor / tokens.shape[1]
+        factor = factor / max(tokens.shape[1], 1)  # without pairs the moment is 0
     return factor * (tokens.mT @ tokens)
 
 

@@ -1,5 +1,4 @@
-"""Linear read-outs of the stream at the query after each layer and each head (the logit lens for
-regression)."""
+"""Linear read-outs of the stream at the query after each layer and each head (the logit lens for regression)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,14 +28,17 @@ from mechinterp.models.run.evaluation import (
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.progress import progress
 
-TARGETS = ("y", "model", "ridge")
+READ = ("y", "model", "ridge")
+"""Targets of the read-outs."""
+PLACE = "stream before layer"
+"""Title of an axis over the layers."""
 PER_READ_OUT = 4
 """Number of prompts for a fitted read-out, as a multiple of the smallest number that a probe
 accepts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ReadOutByLayer(Result):
+class ReadOut(Result):
     """R² of the model's own read-out and of a fitted one, on the stream at the query, place by
     place.
 
@@ -83,18 +85,18 @@ class ReadOutByLayer(Result):
         whole = self.head < 0
         fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
         own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
-        return f"ReadOutByLayer(R2 of y before the first and after each layer: fitted {fitted}; own {own})"
+        return f"ReadOut(R² of y before each layer and at the end: fitted {fitted}; own {own})"
 
     def tables(self) -> dict[str, Table]:
         """All places, one table per target."""
         quiet, title = ("layers_run", "penalty"), "Read from the stream at the query"
-        return {"read_out_by_layer": Table(self.to_frame(), title, per="target", quiet=quiet)}
+        return {"read_out": Table(self.to_frame(), title, per="target", quiet=quiet)}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target and place."""
         names = with_sem("own_r2", "own_loss", "fitted_r2", "fitted_loss")
-        frame = frame_of(self, *names, "penalty", target=TARGETS, place=self.places)
-        frame.insert(2, "layers_run", np.tile(self.layers_run, len(TARGETS)))
+        frame = frame_of(self, *names, "penalty", target=READ, place=self.places)
+        frame.insert(2, "layers_run", np.tile(self.layers_run, len(READ)))
         return frame
 
     def plot(self) -> go.Figure:
@@ -107,29 +109,35 @@ class ReadOutByLayer(Result):
                 ("fitted", self.fitted_r2, self.fitted_r2_sem),
                 ("own", self.own_r2, self.own_r2_sem),
             )
-            for row, target in enumerate(TARGETS)
+            for row, target in enumerate(READ)
             if np.isfinite(r2[row, whole]).any()
         }
         figure = figures.lines(
             self.layers_run[whole],
             curves,
             title="R² of linear read-outs of the stream at the query",
-            x_title="layers run",
+            x_title=PLACE,
             y_title="R²",
             zero_line=True,
         )
         figure.update_yaxes(range=[-0.55, 1.05])
-        return figures.in_pairs(figure, len(TARGETS))
+        return over_places(figures.in_pairs(figure, len(READ)), int(self.layers_run.max()))
 
 
-def read_out_by_layer(
+def over_places(figure: go.Figure, n_layers: int) -> go.Figure:
+    """The figure with its x axis marked by the layers, from 0, and the end."""
+    places = [f"L{layer}" for layer in range(n_layers)]
+    return figure.update_xaxes(tickvals=list(range(n_layers + 1)), ticktext=[*places, "end"])
+
+
+def read_out_at_places(
     source: Source,
     prompts: Prompts | None = None,
     *,
     task: TaskLike | None = None,
     n_prompts: int | None = None,
     seed: int = 0,
-) -> ReadOutByLayer:
+) -> ReadOut:
     """R² of linear read-outs of the stream at the query after each layer, and with the output of
     each head added.
 
@@ -138,29 +146,23 @@ def read_out_by_layer(
     best penalty.
 
     Args:
-        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
-        task: Law of the prompts; None means the model's own. With given prompts the law is then
-            unknown, and ridge regression has the penalty that is best on them.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs, or eight per entry of a
-            wide stream. With fewer than two per entry the fitted read-out underestimates R².
+        prompts, task, n_prompts, seed: As for `probe`. With fewer than two prompts per entry of the stream the fitted
+            read-out underestimates R².
     Raises:
-        ValueError: If there are fewer prompts than 8 or twice the width of the stream, there is
-            neither a task nor prompts, or the model has no hooks on its streams.
-    Source:
-        nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
-    See also:
-        `probe_layers`, `name_algorithm`.
+        ValueError: As for `probe`.
     Example:
         >>> from mechinterp.models.constructions.descent import gradient_descent_model
-        >>> found = read_out_by_layer(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)
+        >>> found = read_out_at_places(gradient_descent_model([0.5, 0.5], d_x=4), n_prompts=256)
         >>> found.places
         ['input', 'L0H0', 'after L0', 'L1H0', 'after L1']
     """
     predictor = predictor_of(source)
     if n_prompts is None:
         n_prompts = max(usual_number(predictor), PER_READ_OUT * least_number(predictor))
-    law, width = task_for(predictor, task, "read_out_by_layer", prompts), stream_width(predictor)
-    prompts = evaluation_prompts(predictor, prompts, n_prompts=n_prompts, seed=seed, fitted=width)
+    law, width = task_for(predictor, task, "probe", prompts), stream_width(predictor)
+    prompts = evaluation_prompts(
+        predictor, prompts, law=law, n_prompts=n_prompts, seed=seed, fitted=width
+    )
     with torch.no_grad():
         predicted = predictor.predict(prompts)
     best = ridge(prompts.to(torch.float64), penalty=law.posterior_penalty)
@@ -179,10 +181,10 @@ def read_out_by_layer(
             as_is = loss_and_r2(own[index], target)
             rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]
-    values = np.array(rows).reshape(len(places), len(TARGETS), -1).T
+    values = np.array(rows).reshape(len(places), len(READ), -1).T
     columns = dict(zip([*names, "penalty"], values, strict=True))
     layers_run, head = (np.array(each) for each in zip(*places, strict=True))
-    return ReadOutByLayer(layers_run=layers_run, head=head, **columns)
+    return ReadOut(layers_run=layers_run, head=head, **columns)
 
 
 def _places(

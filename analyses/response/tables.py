@@ -1,0 +1,53 @@
+"""Tables of docs/response.md, from results/response_shipped.csv."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from analyses.lib.result_tables import markdown
+from mechinterp.analysis.number_format import digits, narrow_cell
+
+FORMS = {"a / (s + c)": "ridge-like", "free": "none of these"}
+
+
+def _rows(results: Path, *, sparse: bool) -> pd.DataFrame:
+    found = pd.read_csv(results / "response_shipped.csv")
+    return found[found.uses_sparsity.notna() == sparse]
+
+
+def shipped(results: Path) -> str:
+    """Reading, filter and part left of the models of tasks that are not sparse."""
+    rows = [
+        (
+            row.model,
+            row.reading,
+            FORMS.get(row.form, row.form),
+            narrow_cell(row.c, row.c_sem),
+            digits(row.c_bayes) if row.c_bayes < 1e6 else "–",
+            narrow_cell(row.mean_of_x, row.mean_of_x_sem),
+            "own" if row.coordinates else "x",
+            narrow_cell(row.left, row.left_sem),
+            narrow_cell(row.least, row.least_sem),
+        )
+        for row in _rows(results, sparse=False).itertuples()
+    ]
+    header = ("model", "class", "filter", "c", "c of Bayes", "mean of x subtracted")
+    return markdown((*header, "coordinates", "left by the filter", "left by all columns"), rows)
+
+
+def sparse(results: Path) -> str:
+    """Whether the models of sparse tasks use sparsity."""
+    rows = [
+        (
+            row.model,
+            f"{row.rotation:.5f} ± {row.rotation_sem:.5f}",
+            digits(row.rotation_bayes),
+            "yes" if row.uses_sparsity in (True, "True") else "no",
+            FORMS.get(row.form, row.form),
+            narrow_cell(row.c, row.c_sem),
+            narrow_cell(row.left, row.left_sem),
+        )
+        for row in _rows(results, sparse=True).itertuples()
+    ]
+    header = ("model", "rotation", "rotation of the Bayes learner", "uses sparsity")
+    return markdown((*header, "filter", "c", "left by the filter"), rows)
