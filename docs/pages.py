@@ -58,7 +58,7 @@ gpt2 = load("garg-gpt2")
 FIGURES = {
     "What a model does with its prompt": "response(gpt2).plot()",
     "QK and OV of every head": "circuits(softmax).plot()",
-    "A model beside closed-form learners": "fit_learners(softmax).plot()",
+    "A model beside closed-form learners": "compare_learners(softmax, context_lengths=[10, 20, 30, 40]).plot()",
     "Every subset of heads masked": "ablate(softmax, what='shapley').plot()",
     "Heads while they are trained": "history(softmax).plot()",
     "How good a model is after k examples": 'error_curve(load("garg-tiny-s0")).plot()',

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -198,7 +199,8 @@ def circuits(source: Source) -> Circuits:
     in token coordinates. Otherwise they are those of the weights alone, and the result says why.
 
     Raises:
-        ValueError: If the model has no weights of this package.
+        ValueError: If the model has no weights by name, and its state dict is not read as a model that
+            predicts the same.
 
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
@@ -209,9 +211,10 @@ def circuits(source: Source) -> Circuits:
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))
         Circuits(L0H0 omega +0.100 mu +3.000; L0H1 omega -0.100 mu -3.000)
     """
-    if (weights := predictor_of(source).weights) is None:
+    if (weights := predictor_of(by_weights(source)).weights) is None:
         raise ValueError(
-            "circuits needs weights of this package, got a model without weights by name."
+            "circuits needs weights by name, and no reading of this module's state dict predicts as the module does; "
+            "ablate, attention_patterns and probe describe its heads."
         )
     weights = weights.to("cpu").to(torch.float64)
     alone, tensors, d_x = why_not_in_tokens(weights), weights.tensors, weights.d_x

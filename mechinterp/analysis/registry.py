@@ -17,6 +17,7 @@ from typing import Any
 
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
@@ -62,6 +63,11 @@ def several_heads(source: Model) -> bool:
 def own_weights(source: Model) -> bool:
     """True for a model with named weights of this package."""
     return predictor_of(source).weights is not None
+
+
+def weights_by_name(source: Model) -> bool:
+    """True for a model with named weights, or a module whose state dict is read as such and predicts the same."""
+    return own_weights(by_weights(source))
 
 
 def weights_of_layers(source: Model) -> bool:
@@ -241,7 +247,7 @@ ENTRIES = (
     ),
     Analysis(
         "circuits:circuits",
-        own_weights,
+        weights_by_name,
         on_page=nothing,
         steps_on_page=one_attention,
     ),

@@ -112,14 +112,18 @@ def difference(prediction: Prediction, other: Prediction, dtype: torch.dtype) ->
         >>> difference(one, one + 1e-6, one.dtype), round(difference(one, one + 0.5, one.dtype), 3)
         (0.0, 0.354)
     """
-    limit = HALF_LIMIT if dtype in HALF else LIMIT
+    off = deviation(prediction, other)
+    return off if off > (HALF_LIMIT if dtype in HALF else LIMIT) else 0.0
+
+
+def deviation(prediction: Prediction, other: Prediction) -> float:
+    """Largest difference between predictions, in standard deviations of the first over prompts."""
     prediction, other = prediction.double(), other.double()
     if not torch.equal(prediction.isfinite(), other.isfinite()):
         return float("inf")
     least = LEAST_SPREAD * prediction.abs().amax(0)
     spread = torch.maximum(prediction.std(0), least).clamp_min(TINY)
-    off = ((other - prediction).abs() / spread).nan_to_num(0, 0, 0).max().item()
-    return off if off > limit else 0.0
+    return ((other - prediction).abs() / spread).nan_to_num(0, 0, 0).max().item()
 
 
 def _line(off: float, cause: str) -> str:

@@ -82,7 +82,7 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
     pieces = [
         each
-        for each in _weights_of(module)
+        for each in weights_of(module)
         if not any(each.name.startswith(f"{attention}.") for attention in names)
     ]
     inner = {(each.path, each.layer) for each in pieces if each.part in (*INNER, BY_HEAD)}
@@ -98,7 +98,7 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _weights_of(module: nn.Module) -> list[Piece]:
+def weights_of(module: nn.Module) -> list[Piece]:
     """Parts of a model that the names of a module's weights, or of its projections, stand for.
 
     The tensors of a wrapped projection have other names (LoRA's base_layer, parametrizations, int8), so the path of
@@ -200,7 +200,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     if end is None:
         return alone
     modules, projections = dict(module.named_modules()), {}
-    for piece in _weights_of(module):
+    for piece in weights_of(module):
         before = piece.name.removesuffix(".weight")
         if piece.part not in ("q", "k", "v", "kv", "qkv", BY_HEAD) or before not in modules:
             continue
@@ -253,7 +253,7 @@ def _heads_shown(trial: Trial, output: str, inner: Inner) -> Iterator[tuple[int,
     if isinstance(attention, nn.MultiheadAttention):
         yield attention.num_heads, f"{output}.num_heads"
     # Heads that are separate modules, such as heads.0.query.
-    beside = [p for p in _weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer)]
+    beside = [p for p in weights_of(module) if end and (p.path, p.layer) == (end.path, end.layer)]
     if apart := {p.head for p in beside if p.part in INNER and p.head is not None}:
         yield len(apart), f"the modules beside {output}"
     if seen := heads_in_softmax(trial, output, inner.container):

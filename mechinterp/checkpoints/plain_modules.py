@@ -258,7 +258,8 @@ def _copied(module: nn.Module) -> nn.Module:
                 "hook the Python module that was traced, after model.load_state_dict(traced.state_dict())."
             )
     # Tensors with a gradient are not copied by deepcopy: stored patterns, weights under the old weight_norm.
-    made = (value for part in module.modules() for value in vars(part).values())
+    made = [value for part in module.modules() for value in vars(part).values()]
+    made += module.buffers()
     kept = {id(v): v.detach().clone() for v in made if isinstance(v, Tensor) and not v.is_leaf}
     try:
         own = copy.deepcopy(module, kept)

@@ -46,6 +46,7 @@ from mechinterp.analysis.multi_layer.naming_scores import (
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, resampled
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
@@ -583,6 +584,7 @@ def name_algorithm(
         >>> name_algorithm(lambda prompts: ridge(prompts, penalty=0.5), task=TaskConfig(d_x=4)).label
         'ridge_like'
     """
+    source = by_weights(source)
     law = task_for(source, task, "name_algorithm", prompts)
     given = law.prompts if isinstance(law, PromptsTask) else None
     subject, n_prompts = Subject.of(source, law), n_prompts if given is None else len(given)

@@ -42,6 +42,7 @@ from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_s
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.score import Reading, not_understood
+from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
@@ -76,7 +77,8 @@ def classify(
     If a file leaves settings open, every reading with a low enough loss is labelled. If the labels
     differ, the model is `undetermined`. The pattern of one layer depends on QK and OV only. It does
     not depend on the order of heads, or on how a circuit is split into W_Q and W_K, or W_V and W_O.
-    A head split into two with half of mu each counts as one.
+    A head split into two with half of mu each counts as one. A hooked module is read by its weights
+    if these predict as the module does.
 
     Args:
         source: A checkpoint, a hooked model, weights or a predictor.
@@ -97,6 +99,7 @@ def classify(
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
         'debiased_gd'
     """
+    source = by_weights(source)
     predictor = predictor_of(source)
     limits, one = Thresholds() if thresholds is None else thresholds, predictor.is_one_attention
     law = None

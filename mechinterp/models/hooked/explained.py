@@ -95,7 +95,8 @@ def _unexplained(
         s, p = scores[read], products[read]
         factor = (s @ p) / (p @ p).clamp_min(TINY)
         heads.factor = factor.item()
-        if not _same(factor * p, s):  # turned by positions, or normed
+        heads.turned = not _same(factor * p, s)
+        if heads.turned:  # by positions, or normed
             for name, word in (("hook_q", "queries"), ("hook_k", "keys")):
                 if not _own_scores(model, inputs, heads, passed, name):
                     gone.append(name)
@@ -193,7 +194,7 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
         _, expected = linear_attention(q, k, v, mask)
         factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
         if _same(factor * expected, z):
-            heads.mask = mask
+            heads.mask, heads.factor = mask, factor.item()
             return ("hook_attn_scores",), ""
     return (
         POINTS,

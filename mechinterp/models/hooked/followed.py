@@ -80,7 +80,9 @@ class Heads(nn.Module):
         self.passed: dict[str, Tensor] = {}
         """Queries, keys, values and pattern of the current run, and the changes that hooks made to single heads."""
         self.factor = 1.0
-        """Factor between scores and the products q.k."""
+        """Factor between scores, or weights without a softmax, and the products q.k, on the trial input."""
+        self.turned = False
+        """True: scores are not proportional to the products q.k, as with rotary positions."""
         self.mask = ""
         """Mask of attention without a softmax, a key of `LINEAR_MASKS`; "" with a softmax."""
         for name in (*POINTS, "hook_z"):
