@@ -80,11 +80,11 @@ REFUSED = {
         ["model must be a mapping", "{'norm': 'before'}", "got ['norm=before']"],
     ),
     "no sum of streams": (
-        lambda: attribute_edges(hooked(), n_prompts=4),
+        lambda: attribute_edges(hooked(), n_prompts=8),
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=8),
         ["hook blocks.0."],
     ),
     "a hooked module for the hub": (

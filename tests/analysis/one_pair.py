@@ -33,9 +33,15 @@ def three_heads(*, second: float = 1.0, third: float = GAMMA) -> ICLTransformer:
 def prompts_of(
     model: ICLTransformer, about: list[int], above: float | torch.Tensor = RHO
 ) -> Prompts:
-    """Prompts about these coordinates, whose targets lie so far above what the model predicts."""
+    """Prompts about these coordinates, whose targets lie so far above what the model predicts.
+
+    No two are equal: each has its own factor on x, a power of 2, and the inverse on y, so that the products are the same.
+    """
     x = torch.eye(2, dtype=torch.float64)[about]
-    zero, one = torch.zeros(len(x), 1).double(), torch.ones(len(x), 1, 1).double()
-    prompts = Prompts(x[:, None], one, x, zero, zero, torch.zeros(len(x), 2, 1).double())
+    factor = 2.0 ** torch.arange(len(x), dtype=torch.float64)[:, None, None]
+    zero = torch.zeros(len(x), 1).double()
+    prompts = Prompts(
+        factor * x[:, None], 1 / factor, x, zero, zero, torch.zeros(len(x), 2, 1).double()
+    )
     target = model.predict(prompts) + above
     return replace(prompts, y_query=target, y_query_clean=target)

@@ -191,9 +191,9 @@ def test_what_cannot_be_masked_is_refused(model, prompts):
         ablate(model, prompts, method="median", what="heads")
     with refused("n_heads", 12, 13):
         ablate(diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5), prompts, what="subsets")
-    with refused("prompts", 2, 1):
+    with refused("prompts", 8, 1):
         ablate(model, prompts[:1], what="heads")
-    with refused("2", "1"):
+    with refused("prompts", 8, 2):
         ablate(model, prompts[:2], method="resample", what="heads")
 
 

@@ -122,5 +122,5 @@ def test_a_seed_means_the_same_prompts_in_every_dtype():
     drawn = draw_prompts(task, 32, seed=5, dtype=torch.float64)
     assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
     assert evaluation_prompts(checkpoint, drawn) is drawn
-    longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)
-    assert longer.x.shape == (4, 50, 5)
+    longer = evaluation_prompts(checkpoint, n_prompts=8, context_length=50)
+    assert longer.x.shape == (8, 50, 5)

@@ -214,6 +214,7 @@ class HookedPredictor:
     def is_hooked(self) -> bool:
         """True if the model has forward hooks, which a shortcut around its modules would skip."""
         with lock_of(self.model):  # waits until hooks of other threads are gone
+            getattr(self.model, "remove_ended", bool)()
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
