@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mechinterp.analysis.ablation.single import ablate
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.names import copies_in
 from mechinterp.checkpoints.foreign.read import settings_of, settled
