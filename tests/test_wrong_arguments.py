@@ -12,7 +12,7 @@ from torch import nn
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     attribute_edges,
     circuits,
     classify,
@@ -232,7 +232,7 @@ def test_a_compiled_module_is_hooked_without_it(form):
     model = hooked(form(encoder()))
     assert repr(model) == repr(expected)
     torch.testing.assert_close(model.predict(prompts), expected.predict(prompts))
-    found, rises = (ablate_heads(each, prompts).rise for each in (model, expected))
+    found, rises = (ablate(each, prompts, what="heads").rise for each in (model, expected))
     torch.testing.assert_close(*map(torch.from_numpy, (found, rises)))
     assert (abs(rises) > 0).all()
 
