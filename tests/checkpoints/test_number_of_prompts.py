@@ -24,7 +24,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
 
     monkeypatch.setattr(read, "try_cases", noted)
     module = attention_module(0, width=4, n_heads=2, bias=False)
-    load(saved(tmp_path, module.state_dict()), n_heads=2, anyway=True)
+    load(saved(tmp_path, module.state_dict()), n_heads=2)
     return seen[0]
 
 
