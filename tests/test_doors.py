@@ -95,7 +95,7 @@ def shipped(name: str, *heads: int) -> Callable[[Path], Case]:
 
 def loaded(path: Path, *heads: int, **hints: int) -> Case:
     """The checkpoint that a file is read as."""
-    checkpoint = mi.load(path, anyway=True, **hints)
+    checkpoint = mi.load(path, **hints)
     return Case(checkpoint, heads, checkpoint.task, path.parent)
 
 
