@@ -23,12 +23,14 @@ STAIRCASES = {
 SOFTMAX = ("softmax-h1-s0", "softmax-h2-s0")
 SHORT = Chains(n_chains=4, n_draws=100, n_warmup=60, n_leapfrog=20)
 COLUMNS = ("estimate", "sem", "exact", "is_minimum", "r_hat", "effective_draws", "acceptance")
-COLUMNS += ("n_beta", "loss", "fall", "moved")
+COLUMNS += ("nbeta", "loss", "fall", "moved")
+NAMES = {"nbeta": "n_beta"}
+"""Columns of the data that have another name than the field."""
 
 
 def row(part: str, name: str, step: int, found: LearningCoefficient, **more: object) -> dict:
     """One row of the data."""
-    measured = {column: getattr(found, column) for column in COLUMNS}
+    measured = {NAMES.get(column, column): getattr(found, column) for column in COLUMNS}
     where = {"entries": int(found.sampled.split(" ")[0]), "over": found.over}
     return {"part": part, "model": name, "step": step, **measured, **where, **more}
 

@@ -16,8 +16,8 @@ from analyses.lib import SETTING, Measured, checkpoint
 from analyses.lib.theory.approximate_loss import approximate_loss, loss_gradients, optimal_mu
 from mechinterp import Prompts
 from mechinterp.analysis.stats import mean_and_sem
-from mechinterp.analysis.training.learning_coefficient import N_BETA, local_learning_coefficient
-from mechinterp.analysis.training.sampler import Chains, LocalLoss
+from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
+from mechinterp.analysis.training.sampler import NBETA, Chains, LocalLoss
 from mechinterp.config import override
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.weights import Weights
@@ -30,7 +30,7 @@ DRAWN = (500_000,)
 """Steps whose omega are used to sample the approximate loss."""
 N_PROMPTS, N_SETS = 2048, 3
 """Number of prompts in a set, and number of sets for the curvatures."""
-RESOLVED = 100 / N_BETA
+RESOLVED = 100 / NBETA
 """Curvature above which a direction counts as 1/2 to within 1%, at n_beta 30,000 and a pull of 1.
 """
 CHAINS = Chains(n_chains=8, n_draws=1000, n_warmup=300, n_leapfrog=60)

@@ -6,6 +6,8 @@ variances; a shipped model by stochastic gradient Langevin dynamics; and the sam
 Lau et al. 2023, arXiv 2308.12108.
 Run: python -m analyses coefficients/sampler (ten minutes; --quick: a few cases, short chains)"""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -73,8 +75,9 @@ def at_minimum(d_x: int, n_heads: int, spectrum: str, chains: Chains) -> Learnin
 
 def row(part: str, found: LearningCoefficient, **where: object) -> dict[str, object]:
     """One row of the data."""
-    names = ("estimate", "sem", "exact", "r_hat", "effective_draws", "acceptance", "n_beta")
-    return {"part": part, **where, **{name: getattr(found, name) for name in names}}
+    names = ("estimate", "sem", "exact", "r_hat", "effective_draws", "acceptance")
+    measured = {name: getattr(found, name) for name in names}
+    return {"part": part, **where, **measured, "n_beta": found.nbeta}
 
 
 def measure(quick: bool) -> Measured:
@@ -83,13 +86,11 @@ def measure(quick: bool) -> Measured:
         found = at_minimum(d_x, n_heads, spectrum, SHORT if quick else CHAINS)
         rows.append(row("grid", found, d_x=d_x, n_heads=n_heads, spectrum=spectrum))
     for langevin in LANGEVIN[-1:] if quick else LANGEVIN:
-        chains = SHORT if quick else LANGEVIN_CHAINS
-        found = local_learning_coefficient(checkpoint(MODEL), langevin=langevin, chains=chains)
+        chains = replace(SHORT if quick else LANGEVIN_CHAINS, langevin=langevin)
+        found = local_learning_coefficient(checkpoint(MODEL), chains=chains)
         where = {"step_size": langevin.step_size, "batch_size": langevin.batch_size}
         rows.append(row("mini-batches", found, model=MODEL, reason=found.reason, **where))
-    chains = SHORT if quick else None
-    curve = local_learning_coefficient(
-        checkpoint(MODEL), other_n_beta=TEMPERATURES[: 1 if quick else None], chains=chains
-    )
+    chains = replace(SHORT if quick else Chains(), other_nbeta=TEMPERATURES[: 1 if quick else None])
+    curve = local_learning_coefficient(checkpoint(MODEL), chains=chains)
     rows += [row("n_beta", each, model=MODEL) for each in (*curve.curve, curve)]
     return Measured(pd.DataFrame(rows).sort_values(["part", "n_beta"], kind="stable"))

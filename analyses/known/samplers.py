@@ -2,6 +2,7 @@
 
 Run: python -m analyses known/samplers (ten minutes; --quick: short chains on the hand-made minima)"""
 
+from dataclasses import replace
 from functools import partial
 
 import pandas as pd
@@ -24,9 +25,8 @@ def sampled(
     entry: Entry, seed: int, *, langevin: Langevin | None, chains: Chains
 ) -> tuple[float, float]:
     """Estimate and standard error by Hamiltonian Monte Carlo, or on mini-batches."""
-    found = local_learning_coefficient(
-        entry.checkpoint, langevin=langevin, chains=chains, seed=seed
-    )
+    chains = replace(chains, langevin=langevin)
+    found = local_learning_coefficient(entry.checkpoint, chains=chains, seed=seed)
     return found.estimate, found.sem
 
 

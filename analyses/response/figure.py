@@ -1,10 +1,10 @@
-"""Figure of README and docs/response.md: what four shipped models do with their prompts; docs/response-light.svg and -dark.svg.
+"""Figure of README and docs/response.md: what four shipped models do with their prompts; docs/response.svg.
 
 python -m analyses.response.figure    (needs a browser)
 """
 
 from analyses.lib.measured import ROOT, checkpoint
-from mechinterp import figures, response
+from mechinterp import response
 
 MODELS = {
     "softmax-h2-s0": "two softmax heads",
@@ -18,10 +18,10 @@ WIDTH, HEIGHT = 1000, 860
 def main() -> None:
     first, *others = (response(checkpoint(name)) for name in MODELS)
     figure = first.plot(beside=others, names=list(MODELS.values()))
-    for look, template in figures.templates().items():
-        figure.update_layout(template=template, title=None, width=WIDTH, height=HEIGHT)
-        figure.update_layout(margin={"t": 40, "l": 60, "r": 10, "b": 40})
-        figure.write_image(ROOT / "docs" / f"response-{look}.svg")
+    # A white ground, so that the file reads on a dark page too.
+    figure.update_layout(title=None, width=WIDTH, height=HEIGHT, paper_bgcolor="white")
+    figure.update_layout(margin={"t": 40, "l": 60, "r": 10, "b": 40}, font_size=14)
+    figure.write_image(ROOT / "docs" / "response.svg")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Tables of docs/response.md, from results/response_shipped.csv."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analyses.lib.result_tables import markdown
@@ -15,6 +17,13 @@ def _rows(results: Path, *, sparse: bool) -> pd.DataFrame:
     return found[found.uses_sparsity.notna() == sparse]
 
 
+def _c(row: Any) -> str:
+    """c with its error; an upper limit has none, and a flat filter has no c."""
+    if np.isfinite(row.c) and np.isnan(row.c_sem):
+        return f"below {digits(row.c)}"
+    return narrow_cell(row.c, row.c_sem)
+
+
 def shipped(results: Path) -> str:
     """Reading, filter and part left of the models of tasks that are not sparse."""
     rows = [
@@ -22,7 +31,7 @@ def shipped(results: Path) -> str:
             row.model,
             row.reading,
             FORMS.get(row.form, row.form),
-            narrow_cell(row.c, row.c_sem),
+            _c(row),
             digits(row.c_bayes) if row.c_bayes < 1e6 else "–",
             narrow_cell(row.mean_of_x, row.mean_of_x_sem),
             "own" if row.coordinates else "x",
@@ -44,7 +53,7 @@ def sparse(results: Path) -> str:
             digits(row.rotation_bayes),
             "yes" if row.uses_sparsity in (True, "True") else "no",
             FORMS.get(row.form, row.form),
-            narrow_cell(row.c, row.c_sem),
+            _c(row),
             narrow_cell(row.left, row.left_sem),
         )
         for row in _rows(results, sparse=True).itertuples()

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from analyses.coefficients.sampler import heads_at, moments_of
 from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.training.learning_coefficient import warn_of_long, why_no_minimum
+from mechinterp.analysis.training.learning_coefficient import (
+    FALL,
+    Cost,
+    fall_nearby,
+    why_no_minimum,
+)
 from mechinterp.analysis.training.local_losses import (
     module_loss,
     population_loss,
@@ -142,9 +148,9 @@ def test_a_quadratic_gives_half_its_directions():
     assert found.is_minimum
     assert abs(found.estimate - 1.5) < 3 * found.sem < 0.2
     assert found.per_chain.mean() == pytest.approx(found.estimate)
-    # A temperature at which the softest direction is not resolved counts less of it: h n_beta / (h n_beta + pull).
+    # A temperature at which the softest direction is not resolved counts less of it: h nbeta / (h nbeta + pull).
     share = (curvatures * 10 / (curvatures * 10 + 1)).sum() / 2
-    other = local_learning_coefficient(loss, n_beta=10.0, chains=Chains(16, 200, 100, 10))
+    other = local_learning_coefficient(loss, chains=Chains(16, 200, 100, 10, nbeta=10.0))
     assert abs(other.estimate - share) < 4 * other.sem
 
 
@@ -152,40 +158,37 @@ def test_a_quadratic_gives_half_its_directions():
 @pytest.mark.parametrize("langevin", [None, Langevin(0.01)])
 def test_a_pull_as_strong_as_the_loss_halves_every_direction(langevin: Langevin | None):
     loss = quadratic(*[1.0] * 6, exact=3.0, on_minibatch=lambda points, *_: points)
-    n_beta = pull = 20.0
-    chains = Chains(n_chains=16, n_draws=400, n_warmup=100, n_leapfrog=10)
-    found = local_learning_coefficient(
-        loss, n_beta=n_beta, localisation=pull, chains=chains, langevin=langevin
-    )
-    # w ~ N(0, 1 / (n_beta h + pull)), so that the mean of n_beta h w^2 / 2 is 1/4 in each of 6 directions;
-    # Langevin dynamics without noise of the gradient widen the law by 1 / (1 - step (n_beta h + pull) / 4).
-    wider = 1 if langevin is None else 1 - langevin.step_size * (n_beta + pull) / 4
+    nbeta = pull = 20.0
+    chains = Chains(16, 400, 100, 10, nbeta=nbeta, localization=pull, langevin=langevin)
+    found = local_learning_coefficient(loss, chains=chains)
+    # w ~ N(0, 1 / (nbeta h + pull)), so that the mean of nbeta h w^2 / 2 is 1/4 in each of 6 directions;
+    # Langevin dynamics without noise of the gradient widen the law by 1 / (1 - step (nbeta h + pull) / 4).
+    wider = 1 if langevin is None else 1 - langevin.step_size * (nbeta + pull) / 4
     assert abs(found.estimate - 6 / 4 / wider) < 4 * found.sem < 0.2
 
 
 @pytest.mark.slow
 def test_mini_batches_are_biased_by_as_much_as_their_noise_and_the_step_size_say():
-    curvatures, noise_var, n_beta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
+    curvatures, noise_var, nbeta, step = np.array([5.0, 1.0, 0.1]), 0.64, 1000.0, 1e-4
 
     def on_minibatch(points: np.ndarray, n_prompts: int, generator: torch.Generator) -> np.ndarray:
         noise = torch.randn(points.shape, generator=generator).numpy()
         return curvatures * points + (noise_var / n_prompts) ** 0.5 * noise
 
     loss = quadratic(*curvatures, exact=1.5, on_minibatch=on_minibatch)
-    chains = Chains(n_chains=48, n_draws=100, n_warmup=15, n_leapfrog=100)
-    # A linear recursion: its variance, and so the mean of n_beta L, is known in every direction.
-    pull = n_beta * curvatures + 1
+    chains = Chains(48, 100, 15, 100, nbeta=nbeta)
+    # A linear recursion: its variance, and so the mean of nbeta L, is known in every direction.
+    pull = nbeta * curvatures + 1
     for batch_size in (16, 64):
-        noise = 1 + step * n_beta**2 * noise_var / batch_size / 4
-        law = n_beta * curvatures / 2 * noise / (pull * (1 - step * pull / 4))
-        found = local_learning_coefficient(
-            loss, n_beta=n_beta, chains=chains, langevin=Langevin(step, batch_size)
-        )
+        noise = 1 + step * nbeta**2 * noise_var / batch_size / 4
+        law = nbeta * curvatures / 2 * noise / (pull * (1 - step * pull / 4))
+        sampler = replace(chains, langevin=Langevin(step, batch_size))
+        found = local_learning_coefficient(loss, chains=sampler)
         assert abs(found.estimate - law.sum()) < 4 * found.sem < 0.4
         assert found.estimate - 1.5 > 5 * found.sem
         assert f"mini-batches of {batch_size}" in repr(found)
         assert found.to_frame()["bias"].item().endswith("step size 0.0001")
-    exact = local_learning_coefficient(loss, n_beta=n_beta, chains=SHORT)
+    exact = local_learning_coefficient(loss, chains=replace(SHORT, nbeta=nbeta))
     assert exact.bias == ""
     assert abs(exact.estimate - 1.5) < 4 * exact.sem
 
@@ -226,11 +229,11 @@ def test_linear_attention_at_its_minimum(heads: str):
         "merged": lambda: population_loss(merged_at(moments, 2), moments),
         "alone": lambda: population_loss(saddle(moments, 3), moments, sampled_heads=[0]),
     }[heads]()
-    found = local_learning_coefficient(loss, chains=SHORT, other_n_beta=(1e3, 1e4))
+    found = local_learning_coefficient(loss, chains=replace(SHORT, other_nbeta=(1e3, 1e4)))
     assert found.exact == {"separate": 4, "merged": 4.5, "alone": 2.5}[heads]
     assert found.is_minimum
     assert abs(found.estimate - found.exact) < 4 * found.sem < 1
-    assert found.to_frame()["n_beta"].tolist() == [30_000, 1e3, 1e4]
+    assert found.to_frame()["nbeta"].tolist() == [30_000, 1e3, 1e4]
     # The histogram of the draws, beside Gamma(exact), has area 1.
     draws, law = found.plot_posterior().data
     width = np.diff(draws.x[:2]).item()
@@ -274,12 +277,10 @@ NO_BATCHES = LocalLoss(lambda points: (points.sum(1), points), np.zeros(1), "1 e
 @pytest.mark.parametrize(
     ("model", "asked", "words"),
     [
-        ("linear-separate-s0", {"n_beta": -1.0}, ["n_beta", -1]),
-        ("linear-separate-s0", {"localisation": -1.0}, ["localisation", -1]),
         ("linear-separate-s0", {"sampled_heads": [5]}, ["0 to 4", "[5]"]),
         ("softmax-h2-s0", {"sampled_heads": [0]}, ["linear attention trained on moments"]),
         ("softmax-h2-s0", {"weights": "W_X"}, ["parameters of the module", "'W_X'"]),
-        (NO_BATCHES, {"langevin": Langevin(1e-6)}, ["mini-batches"]),
+        (NO_BATCHES, {"chains": replace(SHORT, langevin=Langevin(1e-6))}, ["mini-batches"]),
         (object(), {}, ["checkpoint"]),
     ],
 )
@@ -295,6 +296,11 @@ def test_what_cannot_be_asked_is_refused(model: object, asked: dict, words: list
     for name, (value, limit) in least.items():
         with refused(name, limit, value):
             Chains(**{name: value})
+    for name in ("nbeta", "localization"):
+        with refused(name, "> 0", -1):
+            Chains(**{name: -1.0})
+    with refused("other_nbeta[1]", "> 0", 0):
+        Chains(other_nbeta=(1.0, 0.0))
 
 
 OF_MODULES = Chains(n_chains=8, n_draws=100, n_warmup=60, n_leapfrog=8)
@@ -329,7 +335,7 @@ def test_a_small_mlp_at_a_regular_minimum_has_half_of_its_entries():
     grads = [torch.autograd.grad(module(x[None]).sum(), [*module.parameters()]) for x in xs]
     rows = torch.stack([torch.cat([g.flatten() for g in each]) for each in grads])
     assert torch.linalg.matrix_rank(rows) == 11
-    found = local_learning_coefficient(module, loss=loss, chains=OF_MODULES, n_beta=1e7)
+    found = local_learning_coefficient(module, loss=loss, chains=replace(OF_MODULES, nbeta=1e7))
     assert found.sampled == "11 entries: *"
     assert abs(found.estimate - 5.5) < 4 * found.sem
     assert found.sem < 0.5
@@ -370,13 +376,92 @@ def test_a_module_that_runs_one_by_one_has_the_same_loss():
         np.testing.assert_allclose(mine, theirs, rtol=1e-10)
 
 
-def test_a_warning_comes_before_ten_minutes_of_drawing(monkeypatch: pytest.MonkeyPatch):
+def slow(loss: LocalLoss, chains: Chains, *, stated: bool, parts: tuple = ()) -> None:
+    Cost(loss, chains, stated=stated, parts=lambda: iter(parts)).check()
+
+
+def test_ten_minutes_of_drawing_are_refused_or_with_stated_chains_told(monkeypatch):
     clock = itertools.count(step=0.01)  # a gradient takes 10 ms
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    law = Tempered(quadratic(1.0), 1e4, 1.0)
-    with pytest.warns(UserWarning, match="about 12 minutes.*n_prompts"):  # 3500 * 20 gradients
-        warn_of_long(law, Chains(2, 3000, 500, 20))
-    warn_of_long(law, Chains(2, 300, 50, 20))
+    long, short = Chains(2, 3000, 500, 20), Chains(2, 300, 50, 20)  # 3500 * 20 gradients: 700 s
+    with pytest.warns(UserWarning, match="about 12 minutes, 70,000 gradients.*n_prompts"):
+        slow(quadratic(1.0), long, stated=True)
+    with refused("about 12 minutes", "chains=", "n_prompts="):
+        slow(quadratic(1.0), long, stated=False)
+    slow(quadratic(1.0), short, stated=False)
+    # Each further nbeta takes as long again.
+    with refused("about 23 minutes", "140,000 gradients"):
+        slow(quadratic(1.0), replace(long, other_nbeta=(1.0,)), stated=False)
+    # Of two parts the first that takes less than ten minutes is named: 350 * 20 gradients are 70 s.
+    parts = [
+        replace(quadratic(1.0), sampled=f"9 entries: {n}", chains=c)
+        for n, c in (("A", long), ("B", short))
+    ]
+    with refused("weights='B' (9 entries, about 2 minutes)"):
+        slow(quadratic(1.0), long, stated=False, parts=tuple(parts))
+
+
+def test_no_minimum_comes_before_the_cost(monkeypatch):
+    """Weights that are no minimum need no draws, however long these would take."""
+    monkeypatch.setattr("mechinterp.analysis.training.learning_coefficient.LONG", 0.0)
+    moved = replace(quadratic(1.0, 2.0), at=np.ones(2))
+    found = local_learning_coefficient(moved)
+    assert not found.is_minimum
+    assert "descent lowers" in found.reason
+    assert not found.excess.size
+    with refused("drawing takes", "chains="):
+        local_learning_coefficient(quadratic(1.0, 2.0))
+
+
+def test_a_first_look_ends_once_a_lower_loss_is_found():
+    calls = []
+
+    def counted(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        calls.append(len(points))
+        return valley.function(points)
+
+    # A bent valley, as Rosenbrock's, needs many steps to its end.
+    def bent(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        x, y = points.T
+        value = (1 - x) ** 2 + 100 * (y - x**2) ** 2
+        along = -2 * (1 - x) - 400 * x * (y - x**2)
+        return value, np.stack([along, 200 * (y - x**2)], 1)
+
+    valley = LocalLoss(bent, np.array([-1.0, 1.0]), "2 entries", "a valley")
+    whole, exact = fall_nearby(Tempered(replace(valley, function=counted), 1.0, 1e-6))
+    n_whole = len(calls)
+    part, at_least = fall_nearby(Tempered(replace(valley, first_look=counted), 1.0, 1e-6))
+    assert (exact, at_least) == (False, True)
+    assert whole == pytest.approx(4, abs=1e-3)
+    assert 2 * FALL < part < whole
+    assert len(calls) - n_whole < n_whole / 3
+    # At the minimum the first look finds nothing, and the loss itself decides.
+    at_end = replace(valley, at=np.ones(2), first_look=bent)
+    assert fall_nearby(Tempered(at_end, 1.0, 1e-6)) == (0.0, False)
+
+
+def test_a_first_look_that_is_wrong_decides_nothing():
+    """What descent finds on the first look is measured by the loss itself."""
+    loss = quadratic(1.0)
+    wrong = lambda points: (points.sum(1), np.ones_like(points))  # noqa: E731
+    fall, at_least = fall_nearby(Tempered(replace(loss, first_look=wrong), 1e3, 1.0))
+    assert (fall, at_least) == (0.0, False)
+
+
+@pytest.mark.slow
+def test_several_layers_are_no_minimum_of_other_prompts_within_seconds():
+    checkpoint = load(CHECKPOINTS / "d4s1-linear-h4x5-l4-noise0.1-s0")
+    prompts = sample_prompts(checkpoint, 64, seed=1).to(torch.float64)
+    loss = prompts_loss(checkpoint, prompts)
+    value, gradient = loss.function(loss.at[None])
+    near, slope = loss.first_look(loss.at[None])
+    # float32: 1e-7 of the numbers that are added.
+    np.testing.assert_allclose(near, value, rtol=1e-4)
+    np.testing.assert_allclose(slope, gradient, rtol=1e-2, atol=1e-4 * np.abs(gradient).max())
+    found = local_learning_coefficient(checkpoint, prompts)
+    assert not found.is_minimum
+    assert found.fall > 2 * FALL
+    assert "by at least" in found.reason
 
 
 def test_a_hooked_module_is_sampled_by_its_own_names():

@@ -1,6 +1,7 @@
 """Figures of responses: panels for one model or several, the filter after each layer, similarity, symmetries."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -40,6 +41,8 @@ def panels(found: Sequence[Frames], names: Sequence[str] = ()) -> go.Figure:
         horizontal_spacing=0.16 if one else 0.24 / columns,
     )
     for n, each in enumerate(found):
+        if not one:
+            each = replace(each, beside=each.beside[:0])
         for panel, draw in enumerate((_filter, _position, _order, _left)):
             row, column = divmod(panel, 2) if one else (panel, n)
             draw(figure, each, row + 1, column + 1, first=n == 0)

@@ -50,7 +50,8 @@ class Shrinkage:
 
     amplitude: Estimate
     c: Estimate
-    """c; infinite with an infinite error if the filter is flat."""
+    """c; infinite with an infinite error if the filter is flat. An upper limit without an error at the
+    lower end of the grid: least squares has c = 0."""
     left: Estimate
 
 
@@ -70,6 +71,10 @@ def shrinkage(sample: Sample) -> Shrinkage:
         value, sem = flat.coefficients()
         amplitude = (float(value[0]), float(sem[0]))
         return Shrinkage(amplitude, (np.inf, np.inf), flat.left())
+    if best[1] < 1.2 * coarse[0]:
+        edge = at(coarse[0])
+        value, sem = edge.coefficients()
+        return Shrinkage((float(value[0]), float(sem[0])), (float(coarse[0]), np.nan), edge.left())
     best, error = _best_on_grid(at, best[1] * np.exp(0.02 * np.arange(-8, 9)))
     return Shrinkage(
         amplitude=(float(best[0]), float(error[0])),

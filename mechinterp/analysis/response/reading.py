@@ -23,6 +23,8 @@ ERRORS = 3
 """Number of standard errors of a difference that is stated."""
 KEPT = 0.01
 """Mismatch below which a symmetry counts as kept."""
+POSTERIOR = 0.5
+"""Share of what the filter leaves that the posterior mean of a pool must explain."""
 EVEN = 0.02
 """Share that does not change its sign with y from which on it is stated."""
 SPARSITY = 0.1
@@ -59,6 +61,8 @@ def kind(found: Frames, output: int = 0) -> str:
     without = min(left["filter"], left["+ mean of x"])
     if without > NO_FILTER and left["+ similarity"] < (1 - BY_SIMILARITY) * without:
         return "kernel"
+    if left.get("+ posterior", np.inf) < (1 - POSTERIOR) * left["filter"]:
+        return "posterior"
     if "later" not in set(found.scalars.name):
         return "forgetting" if forgets(found, output) else "filter"
     later, earlier = (found.scalar(name, output)[0] for name in ("later", "earlier"))
@@ -88,6 +92,8 @@ def form_in_words(found: Frames, output: int = 0) -> str:
     if fits.endswith(("step", "steps")):
         return f"filter of {fits} of descent"
     c, sem = found.scalar("c", output)
+    if np.isnan(sem):
+        return f"filter of least squares, c below {digits(c)}"
     beside = ""
     if "c of Bayes" in set(found.scalars.name):
         own = found.scalar("c of Bayes", output)[0]
@@ -123,6 +129,7 @@ def _parts(found: Frames, output: int) -> list[str]:
         "recursive least squares": f"pairs interact both ways, and a weight is multiplied by {with_error(*alpha)} per later pair",
         "online": f"only later pairs change the weight of earlier ones: online, eta {with_error(*eta)}, gate {with_error(*gate)}",
         "batch": "pairs are a set",
+        "posterior": "predictions are near the posterior mean over the pool of tasks",
         "filter": "weights do not depend on age",
         "forgetting": f"a weight is multiplied by {with_error(*alpha)} per later pair",
     }[which]

@@ -1,15 +1,16 @@
 """Local learning coefficient: how fast the volume of weights with almost the same loss shrinks with
 the loss.
 
-lambda_hat = n_beta (E[L(w)] - L(w*)), with w drawn from exp(-n_beta L(w) - (localisation / 2) |w -
+lambda_hat = nbeta (E[L(w)] - L(w*)), with w drawn from exp(-nbeta L(w) - (localization / 2) |w -
 w*|^2). At a quadratic minimum in D directions it is D / 2. For linear attention trained on moments
 the exact value is known. Away from a minimum the estimate has no meaning, and none is given."""
 
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ from torch import nn
 
 from mechinterp import figures
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss
+from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss, quick_parts
 from mechinterp.analysis.training.sampler import (
     Chains,
-    Langevin,
     LocalLoss,
     Tempered,
     effective_draws,
@@ -35,13 +35,13 @@ from mechinterp.analysis.training.sampler import (
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import gradients_explained
+from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.predictor import Source
 
-N_BETA = 30_000.0
 LONG = 600.0
-"""Number of seconds of drawing from which a warning says what to reduce."""
+"""Longest drawing without stated chains, in seconds; longer drawing with stated chains gives a warning."""
 FALL = 0.05
-"""Largest n_beta (L - L_min) of weights that count as a minimum; the estimate is too low by this
+"""Largest nbeta (L - L_min) of weights that count as a minimum; the estimate is too low by this
 much at most."""
 GROWTH = (4.0, 0.1)
 """An estimate counts as growing if its last third differs from its first by more than GROWTH[0]
@@ -74,18 +74,19 @@ class LearningCoefficient(Result):
     effective_draws: float = math.nan
     """Number of independent draws with the same error of the mean."""
     excess: Float[np.ndarray, "chain draw"]
-    """n_beta (L - L*) at each draw; empty if descent already shows that the weights are not at a
+    """nbeta (L - L*) at each draw; empty if descent already shows that the weights are not at a
     minimum."""
-    n_beta: float
+    nbeta: float
     """Weight of the loss in the sampled density, unit 1/y^2."""
-    localisation: float
+    localization: float
     """Strength of the pull towards the weights, unit 1 / weight^2."""
     loss: float
     """L* at the weights, unit y^2."""
     gradient_norm: float
     """Norm of the gradient of L at the weights, over the sampled entries."""
     fall: float
-    """Decrease of n_beta L by descent from the weights, with the pull."""
+    """Decrease of nbeta L by descent from the weights, with the pull. On the prompts of several layers, and for a module,
+    descent ends once it finds a lower loss: then the decrease is at least as large."""
     sampled: str
     """Sampled entries; all others stay fixed."""
     over: str
@@ -94,7 +95,7 @@ class LearningCoefficient(Result):
     """Distance from the weights to the minimum that `settle` went to, unit of the weights; 0
     without `settle`."""
     curve: tuple["LearningCoefficient", ...] = ()
-    """Estimates at the other n_beta."""
+    """Estimates at the other nbeta."""
     bias: str = ""
     """Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased."""
 
@@ -109,7 +110,7 @@ class LearningCoefficient(Result):
         return f"LearningCoefficient({self.estimate:.4g} ± {self.sem:.2g}{exact}{agree}{bias}; {where}{moved})"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per n_beta."""
+        """One row per nbeta."""
         arrays = ("per_chain", "excess", "curve")
         names = [each.name for each in fields(self) if each.name not in arrays]
         each = [self, *self.curve]
@@ -117,13 +118,13 @@ class LearningCoefficient(Result):
         return frame.astype({"exact": float})
 
     def tables(self) -> dict[str, Table]:
-        """Table with one row per n_beta."""
+        """Table with one row per nbeta."""
         return {"learning_coefficient": Table(self.to_frame(), quiet=("sampled", "over"))}
 
     def plot(self) -> go.Figure:
-        """Trace of n_beta (L - L*), with the exact mean dotted; empty without draws."""
+        """Trace of nbeta (L - L*), with the exact mean dotted; empty without draws."""
         n_chains, n_draws = self.excess.shape
-        title = "n_beta (L - L*) at each draw"
+        title = "nbeta (L - L*) at each draw"
         if not n_draws:
             title = "No draws: descent shows that the weights are not at a minimum"
         return figures.lines(
@@ -131,13 +132,13 @@ class LearningCoefficient(Result):
             {f"chain {chain}": self.excess[chain] for chain in range(n_chains)},
             title=f"{title}; the exact mean is dotted" if self.exact and n_draws else title,
             x_title="draw",
-            y_title="n_beta (L - L*)",
+            y_title="nbeta (L - L*)",
             levels=[] if self.exact is None else [self.exact],
             zero_line=True,
         )
 
     def plot_posterior(self) -> go.Figure:
-        """Density of n_beta (L - L*) over all draws, and the Gamma density with shape lambda if
+        """Density of nbeta (L - L*) over all draws, and the Gamma density with shape lambda if
         that is known."""
         from scipy.stats import gamma  # slow import
 
@@ -150,19 +151,19 @@ class LearningCoefficient(Result):
         return figures.lines(
             middle,
             curves,
-            title="Density of n_beta (L - L*)",
-            x_title="n_beta (L - L*)",
+            title="Density of nbeta (L - L*)",
+            x_title="nbeta (L - L*)",
             y_title="density",
         )
 
     def plot_curve(self) -> go.Figure:
-        """Estimate over n_beta; a flat part is reliable."""
-        frame = self.to_frame().sort_values("n_beta")
+        """Estimate over nbeta; a flat part is reliable."""
+        frame = self.to_frame().sort_values("nbeta")
         return figures.lines(
-            frame["n_beta"].to_numpy(),
+            frame["nbeta"].to_numpy(),
             {"estimate": tuple(frame[["estimate", "sem"]].to_numpy().T)},
-            title="Learning coefficient over n_beta",
-            x_title="n_beta (1/y²)",
+            title="Learning coefficient over nbeta",
+            x_title="nbeta (1/y²)",
             y_title="learning coefficient",
             levels=[] if self.exact is None else [self.exact],
             log_x=True,
@@ -177,11 +178,7 @@ def local_learning_coefficient(
     weights: str | Sequence[str] | None = None,
     loss: ModuleLoss | None = None,
     sampled_heads: Sequence[int] | None = None,
-    n_beta: float = N_BETA,
-    localisation: float = 1.0,
-    other_n_beta: Sequence[float] = (),
     chains: Chains | None = None,
-    langevin: Langevin | None = None,
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
@@ -201,20 +198,14 @@ def local_learning_coefficient(
         loss: Function from the module to its loss, a tensor without axes that PyTorch can
             differentiate.
         sampled_heads: Heads of linear attention whose entries are sampled; None means all.
-        n_beta: Weight of the loss in the sampled density, unit 1/y^2.
-        localisation: Strength of the pull towards the weights, unit 1 / weight^2.
-        other_n_beta: Further values of n_beta, for `plot_curve`.
-        chains: Number and length of chains; None means 8 chains of 1,000 draws, or 4 of 200 on
-            prompts.
-        langevin: Settings of stochastic-gradient sampling on mini-batches, which is common
-            elsewhere and replaces Hamiltonian Monte Carlo. It is biased by its step size and its
-            mini-batches; `bias` says so.
+        chains: Settings of the sampler; None means 8 chains of 1,000 draws, or 4 of 200 on prompts.
         settle: True: descend to a minimum first. No model is at the minimum of the loss on prompts
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
     Raises:
         ValueError: If there is no such parameter or head, `loss` does not fit the source or stands
-            beside prompts or heads, or a number is not positive.
+            beside prompts or heads, or drawing would take more than ten minutes and no `chains` are
+            given. The time is measured on a few gradients, before the first draw.
     Source:
         Lau et al. 2023, arXiv 2308.12108; the exact values are derived in theory.learning_coefficient.
     See also:
@@ -232,39 +223,43 @@ def local_learning_coefficient(
         >>> found.is_minimum, abs(found.estimate - 1.5) < 4 * found.sem
         (True, True)
     """
+    require_prompts(prompts, "local_learning_coefficient")
     local = local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
-    for name, value in (("n_beta", n_beta), ("localisation", localisation)):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be > 0, got {value}.")
-    chains, moved = chains or local.chains, 0.0
-    warn_of_long(Tempered(local, n_beta, localisation), chains)
+    sampler = local.chains if chains is None else chains
+    whole = loss is None and weights is None and not isinstance(source, LocalLoss)
+    parts = partial(quick_parts, source, prompts, n_prompts, seed) if whole else tuple
+    cost = Cost(local, sampler, stated=chains is not None, parts=parts)
+    moved = 0.0
     if settle:
-        settled, _ = descend(Tempered(local, n_beta, 0.0), most=20_000)
+        cost.check()
+        settled, _ = descend(Tempered(local, sampler.nbeta, 0.0), most=20_000)
         moved = float(np.linalg.norm(settled - local.at))
         local = replace(local, at=settled)
     first, *curve = (
-        _estimate(Tempered(local, each, localisation), chains, langevin, moved, seed)
-        for each in (n_beta, *other_n_beta)
+        _estimate(Tempered(local, each, sampler.localization), sampler, cost, moved, seed)
+        for each in (sampler.nbeta, *sampler.other_nbeta)
     )
     return replace(first, curve=tuple(curve))
 
 
 def _estimate(
-    law: Tempered, chains: Chains, langevin: Langevin | None, moved: float, seed: int
+    law: Tempered, chains: Chains, cost: "Cost", moved: float, seed: int
 ) -> LearningCoefficient:
-    """Estimate at one n_beta; draws are left out if descent already lowers the loss."""
+    """Estimate at one nbeta; there are no draws if descent already lowers the loss."""
     loss = law.loss
     norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
-    _, fall = descend(law)
-    lower = f"descent lowers n_beta L by {fall:.3g}, the loss by {fall / law.n_beta:.3g}"
+    fall, at_least = fall_nearby(law)
+    by = f"{'at least ' if at_least else ''}{fall:.3g}"
+    lower = f"descent lowers nbeta L by {by}, the loss by {fall / law.nbeta:.3g}"
     reason = f"{lower} (gradient {norm:.2g}){loss.remedy}." if fall > FALL else ""
     excess, drawn = np.zeros((chains.n_chains, 0)), dict[str, Any]()
     if not reason:
-        if langevin is None:
+        cost.check()
+        if chains.langevin is None:
             excess, accepted = hamiltonian_draws(law, chains, seed=seed)
         else:
-            excess, accepted = langevin_draws(law, chains, langevin, seed=seed)
-            drawn["bias"] = langevin.bias
+            excess, accepted = langevin_draws(law, chains, chains.langevin, seed=seed)
+            drawn["bias"] = chains.langevin.bias
         reason = why_no_minimum(excess)
         drawn |= {"acceptance": float(accepted.mean()), "r_hat": r_hat(excess)}
         drawn["effective_draws"] = effective_draws(excess)
@@ -277,8 +272,8 @@ def _estimate(
         unknown=loss.unknown,
         per_chain=np.full(chains.n_chains, math.nan) if reason else excess.mean(1),
         excess=excess,
-        n_beta=law.n_beta,
-        localisation=law.localisation,
+        nbeta=law.nbeta,
+        localization=law.localization,
         loss=law.least,
         gradient_norm=norm,
         fall=fall,
@@ -288,29 +283,93 @@ def _estimate(
     )
 
 
-def warn_of_long(law: Tempered, chains: Chains) -> None:
-    """Warn if drawing would take longer than LONG, by the time of one gradient of all chains."""
-    points = np.repeat(law.loss.at[None], chains.n_chains, axis=0)
-    count = (chains.n_warmup + chains.n_draws) * chains.n_leapfrog
+@dataclass(eq=False)
+class Cost:
+    """Time of drawing, measured on gradients before the first draw."""
+
+    loss: LocalLoss
+    chains: Chains
+    stated: bool
+    """True if the chains were given: long drawing then gives a warning, else it is refused."""
+    parts: Callable[[], Iterable[LocalLoss]]
+    """Function that gives losses of parts of the weights, which may be quicker."""
+    checked: bool = False
+
+    def check(self) -> None:
+        """Warn of long drawing, or refuse it if no chains are stated; the time is measured once.
+
+        Raises:
+            ValueError: If it takes more than ten minutes and no chains are stated.
+        """
+        if self.checked:
+            return
+        self.checked = True
+        seconds = seconds_of(self.loss, self.chains)
+        if seconds < LONG:
+            return
+        count = self.chains.n_gradients * (1 + len(self.chains.other_nbeta))
+        entries = self.loss.sampled.split(":")[0]
+        takes = f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {entries} on {self.loss.over}"
+        if self.stated:
+            warnings.warn(
+                f"{takes}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
+                stacklevel=4,
+            )
+            return
+        raise ValueError(
+            f"{takes}: state chains=Chains(...) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
+        )
+
+    def _shorter(self) -> str:
+        """A part of the weights for which drawing takes less than ten minutes; empty if none was found."""
+        for part in self.parts():
+            seconds = seconds_of(part, part.chains)
+            if seconds < LONG:
+                entries, _, pattern = part.sampled.partition(": ")
+                takes = f"{entries}, about {math.ceil(seconds / 60)} minutes"
+                return f", or a part of the weights, such as weights={pattern!r} ({takes})"
+        return ""
+
+
+def seconds_of(loss: LocalLoss, chains: Chains) -> float:
+    """Seconds of drawing, from the time of one gradient of all chains."""
+    points = np.repeat(loss.at[None], chains.n_chains, axis=0)
+    count = chains.n_gradients * (1 + len(chains.other_nbeta))
     seconds = math.inf
     for _ in range(2):  # the first call may also compile and import
         start = time.perf_counter()
-        law.energy(points)
+        loss.function(points)
         seconds = min(seconds, count * (time.perf_counter() - start))
         if seconds < LONG:
-            return
-    warnings.warn(
-        f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {law.loss.sampled.split(':')[0]} on "
-        f"{law.loss.over}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
-        stacklevel=4,
-    )
+            return seconds
+    return seconds
 
 
-def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weight"], float]:
-    """Lowest weights that descent finds within the pull, and the decrease of n_beta L.
+def fall_nearby(law: Tempered) -> tuple[float, bool]:
+    """Decrease of nbeta L by descent within the pull, and True if it is only known to be at least as large.
+
+    Where a gradient takes long, descent on the first look ends at twice the limit of a minimum. What it found is then
+    measured by the loss itself.
+    """
+    if law.loss.first_look is not None:
+        look = Tempered(
+            replace(law.loss, function=law.loss.first_look), law.nbeta, law.localization
+        )
+        lower, _ = descend(look, enough=2 * FALL)
+        fall = -float(law.energy(lower[None])[0][0])
+        if fall > FALL:
+            return fall, True
+    return descend(law)[1], False
+
+
+def descend(
+    law: Tempered, *, most: int = 200, enough: float = math.inf
+) -> tuple[Float[np.ndarray, " weight"], float]:
+    """Lowest weights that descent finds within the pull, and the decrease of nbeta L.
 
     Args:
         most: Largest number of L-BFGS steps.
+        enough: Descent ends once nbeta L, with the pull, is lower by this much.
     """
     from scipy.optimize import minimize  # slow import
 
@@ -319,27 +378,33 @@ def descend(law: Tempered, *, most: int = 200) -> tuple[Float[np.ndarray, " weig
             _, energy, gradient = law.energy(point[None])
         return float(energy[0]), gradient[0]
 
+    def stop(intermediate_result: Any) -> None:  # scipy passes the result by this name
+        if -intermediate_result.fun > enough:
+            raise StopIteration
+
     # Weights are stored in float32: a decrease of 1e-6 is rounding.
     settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
-    lowest = minimize(pulled, law.loss.at, jac=True, method="L-BFGS-B", options=settings).x
+    lowest = minimize(
+        pulled, law.loss.at, jac=True, method="L-BFGS-B", options=settings, callback=stop
+    ).x
     fall = -float(law.energy(lowest[None])[0][0])
     return (lowest, fall) if fall > 0 else (law.loss.at, 0.0)
 
 
 def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
-    """Evidence of the draws' n_beta (L - L*) against a minimum at L*; empty if there is none.
+    """Evidence of the draws' nbeta (L - L*) against a minimum at L*; empty if there is none.
 
     Example:
         >>> why_no_minimum(np.random.default_rng(0).gamma(3.0, size=(4, 300)))
         ''
         >>> why_no_minimum(-np.ones((4, 300)))
-        'draws have a lower loss than the weights: n_beta (L - L*) has minimum -1 and mean -1.'
+        'draws have a lower loss than the weights: nbeta (L - L*) has minimum -1 and mean -1.'
     """
     if not np.isfinite(excess).all():
         return "draws overflow."
     if excess.min() < -FALL:
         return (
-            f"draws have a lower loss than the weights: n_beta (L - L*) has minimum {excess.min():.3g} "
+            f"draws have a lower loss than the weights: nbeta (L - L*) has minimum {excess.min():.3g} "
             f"and mean {excess.mean():.3g}."
         )
     third = max(excess.shape[1] // 3, 2)

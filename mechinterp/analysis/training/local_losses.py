@@ -6,7 +6,7 @@ it is a given loss, with its gradient from autograd. Entries that training does 
 fixed."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
 
@@ -72,6 +72,19 @@ def local_loss(
         if model.stack or model.trains_compiled:
             return prompts_loss(source, drawn)
     return predictor_loss(source, drawn, weights=weights or "*")
+
+
+def quick_parts(
+    source: Source, prompts: Prompts | None, n_prompts: int, seed: int
+) -> Iterator[LocalLoss]:
+    """Losses of small parts of a model's weights on the same prompts: a head of the last layer, and the read-out."""
+    drawn = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
+    hooked = predictor_of(source).hooked
+    names = [name for name, _ in hooked.model.named_parameters()]
+    for name in (f"blocks.{hooked.n_layers - 1}.attn.W_*", "unembed.W_U"):
+        if any(fnmatchcase(own, name) for own in names):
+            pattern = f"{name}[0]" if "attn" in name else name
+            yield predictor_loss(source, drawn, weights=pattern)
 
 
 def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
@@ -185,10 +198,10 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
             filled = np.repeat(values[None], len(points), axis=0)
             if name in free:
                 filled[:, free[name]] = parts[name]
-            tensors[name] = torch.from_numpy(filled)
+            tensors[name] = torch.from_numpy(filled).to(prompts.x)
         loss, gradients = _at_points(weights, tensors, prompts)
-        flat = [gradients[name].numpy()[:, mask] for name, mask in free.items()]
-        return loss.numpy(), np.concatenate(flat, axis=1)
+        flat = [gradients[name].double().numpy()[:, mask] for name, mask in free.items()]
+        return loss.double().numpy(), np.concatenate(flat, axis=1)
 
     def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
         rows = torch.randint(
@@ -197,6 +210,7 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
         pairs = zip(points, rows, strict=True)
         return np.concatenate([of(point[None], prompts[chosen])[1] for point, chosen in pairs])
 
+    single = prompts.to(torch.float32)
     return LocalLoss(
         lambda points: of(points, prompts),
         at,
@@ -206,6 +220,7 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
         remedy="; settle=True goes to a minimum on these prompts first",
         on_minibatch=of_some,
         chains=PROMPT_CHAINS,
+        first_look=None if weights.model.one_attention else lambda points: of(points, single),
     )
 
 
@@ -286,6 +301,7 @@ def module_loss(
         unknown="there is no closed form for the loss of a module",
         remedy="; settle=True goes to a minimum first",
         chains=PROMPT_CHAINS,
+        first_look=function,
     )
 
 

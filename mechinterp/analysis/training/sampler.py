@@ -1,4 +1,4 @@
-"""Draws from exp(-n_beta (L - L*) - (localisation / 2) |w - w*|^2) by Hamiltonian Monte Carlo, many
+"""Draws from exp(-nbeta (L - L*) - (localization / 2) |w - w*|^2) by Hamiltonian Monte Carlo, many
 chains at once.
 
 The chains share a step size, which is adapted during warm-up only, and use the exact loss and
@@ -25,6 +25,8 @@ BatchLoss = Callable[[Points], tuple[Float[np.ndarray, " chain"], Points]]
 MinibatchGradient = Callable[[Points, int, torch.Generator], Points]
 """Function (points, prompts per mini-batch, generator) to the gradient at each point, each on its
 own mini-batch."""
+NBETA = 30_000.0
+"""Default weight of the loss in the sampled density, unit 1/y^2."""
 TARGET = 0.9
 """Acceptance rate that the step size is adapted to."""
 SHORTEST = 0.15
@@ -33,8 +35,28 @@ loss is steeper than during warm-up."""
 
 
 @dataclass(frozen=True)
+class Langevin:
+    """Settings of stochastic gradient Langevin dynamics, which replaces Hamiltonian Monte Carlo."""
+
+    step_size: float
+    """epsilon of w -> w - (epsilon / 2) force + N(0, epsilon), unit weight^2."""
+    batch_size: int = 64
+    """Number of prompts in a mini-batch; every chain draws its own at every step."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_size", "batch_size"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}.")
+
+    @property
+    def bias(self) -> str:
+        """Sentence about the bias of the draws."""
+        return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
+
+
+@dataclass(frozen=True)
 class Chains:
-    """Number and length of the chains."""
+    """Settings of the sampler: number and length of the chains, and the density that they sample."""
 
     n_chains: int = 8
     n_draws: int = 1000
@@ -43,12 +65,31 @@ class Chains:
     """Number of discarded draws per chain, during which the step size is adapted."""
     n_leapfrog: int = 40
     """Mean number of leapfrog steps between two draws."""
+    nbeta: float = NBETA
+    """Weight of the loss in the sampled density, unit 1/y^2."""
+    localization: float = 1.0
+    """Strength of the pull towards the weights, unit 1 / weight^2."""
+    other_nbeta: tuple[float, ...] = ()
+    """Further values of nbeta, for `plot_curve`."""
+    langevin: Langevin | None = None
+    """Settings of stochastic-gradient sampling on mini-batches, which is common elsewhere and replaces Hamiltonian Monte
+    Carlo. It is biased by its step size and its mini-batches; `bias` says so."""
 
     def __post_init__(self) -> None:
         least = {"n_chains": 2, "n_draws": 8, "n_warmup": 8, "n_leapfrog": 1}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be >= {bound}, got {getattr(self, name)}.")
+        others = {f"other_nbeta[{at}]": value for at, value in enumerate(self.other_nbeta)}
+        weights = {"nbeta": self.nbeta, "localization": self.localization}
+        for name, value in (weights | others).items():
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be > 0, got {value}.")
+
+    @property
+    def n_gradients(self) -> int:
+        """Number of gradients of all chains, for one nbeta."""
+        return (self.n_warmup + self.n_draws) * self.n_leapfrog
 
 
 PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
@@ -75,6 +116,9 @@ class LocalLoss:
     """Gradient on mini-batches; None if there are no prompts to draw."""
     chains: Chains = Chains()
     """Default chains around these weights."""
+    first_look: BatchLoss | None = None
+    """The same loss where a gradient takes long, in float32 if that is faster: the search for a lower loss then ends once
+    one is found. None: the search goes on to the minimum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +126,9 @@ class Tempered:
     """A loss and the density that is sampled around its weights."""
 
     loss: LocalLoss
-    n_beta: float
+    nbeta: float
     """Weight of the loss in the density, unit 1/y^2."""
-    localisation: float
+    localization: float
     """Strength of the pull towards the weights, unit 1 / weight^2."""
 
     @cached_property
@@ -93,16 +137,16 @@ class Tempered:
         return float(self.loss.function(self.loss.at[None])[0][0])
 
     def energy(self, points: Points) -> tuple[np.ndarray, np.ndarray, Points]:
-        """n_beta (L - L*), the same plus the pull, and the gradient of the latter."""
+        """nbeta (L - L*), the same plus the pull, and the gradient of the latter."""
         loss, gradient = self.loss.function(points)
         away = points - self.loss.at
-        excess = self.n_beta * (loss - self.least)
-        energy = excess + self.localisation / 2 * np.square(away).sum(1)
-        return excess, energy, self.n_beta * gradient + self.localisation * away
+        excess = self.nbeta * (loss - self.least)
+        energy = excess + self.localization / 2 * np.square(away).sum(1)
+        return excess, energy, self.nbeta * gradient + self.localization * away
 
 
 Draws = tuple[Float[np.ndarray, "chain draw"], Bool[np.ndarray, "chain draw"]]
-"""n_beta (L - L*) at each draw, without unit, and whether the draw was accepted."""
+"""nbeta (L - L*) at each draw, without unit, and whether the draw was accepted."""
 
 
 def hamiltonian_draws(law: Tempered, chains: Chains, *, seed: int = 0) -> Draws:
@@ -203,40 +247,20 @@ class _State:
         return chance, (points, excess, energy, gradient)
 
 
-@dataclass(frozen=True)
-class Langevin:
-    """Settings of stochastic gradient Langevin dynamics, which replaces Hamiltonian Monte Carlo."""
-
-    step_size: float
-    """epsilon of w -> w - (epsilon / 2) force + N(0, epsilon), unit weight^2."""
-    batch_size: int = 64
-    """Number of prompts in a mini-batch; every chain draws its own at every step."""
-
-    def __post_init__(self) -> None:
-        for name in ("step_size", "batch_size"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}.")
-
-    @property
-    def bias(self) -> str:
-        """Sentence about the bias of the draws."""
-        return f"drawn on mini-batches of {self.batch_size} without rejection, step size {self.step_size:g}"
-
-
 def langevin_draws(law: Tempered, chains: Chains, langevin: Langevin, *, seed: int = 0) -> Draws:
-    """Draws of n_beta (L - L*) around the weights; L is the full loss, its gradient that of a
+    """Draws of nbeta (L - L*) around the weights; L is the full loss, its gradient that of a
     mini-batch.
 
     Raises:
         ValueError: If the loss has no mini-batches.
     Source:
         Welling and Teh 2011; Lau et al. 2023, arXiv 2308.12108, section 4. At a quadratic minimum
-        of curvature h, with gradient noise of variance s^2 and a = n_beta h + localisation, a
-        direction contributes (n_beta h / 2a) (1 + epsilon n_beta^2 s^2 / 4) / (1 - epsilon a / 4)
-        instead of n_beta h / 2a (derived here).
+        of curvature h, with gradient noise of variance s^2 and a = nbeta h + localization, a
+        direction contributes (nbeta h / 2a) (1 + epsilon nbeta^2 s^2 / 4) / (1 - epsilon a / 4)
+        instead of nbeta h / 2a (derived here).
     """
-    # w' = (1 - epsilon a / 2) w - (epsilon / 2) n_beta noise + N(0, epsilon) has the variance
-    # (epsilon + (epsilon n_beta s / 2)^2) / (1 - (1 - epsilon a / 2)^2), and n_beta (L - L*) = n_beta h w^2 / 2.  QED
+    # w' = (1 - epsilon a / 2) w - (epsilon / 2) nbeta noise + N(0, epsilon) has the variance
+    # (epsilon + (epsilon nbeta s / 2)^2) / (1 - (1 - epsilon a / 2)^2), and nbeta (L - L*) = nbeta h w^2 / 2.  QED
     loss = law.loss
     if loss.on_minibatch is None:
         raise ValueError("langevin needs a loss with mini-batches, got one without.")
@@ -247,7 +271,7 @@ def langevin_draws(law: Tempered, chains: Chains, langevin: Langevin, *, seed: i
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(chains.n_leapfrog):
                 gradient = loss.on_minibatch(points, langevin.batch_size, generator)
-                force = law.n_beta * gradient + law.localisation * (points - loss.at)
+                force = law.nbeta * gradient + law.localization * (points - loss.at)
                 points = points - step / 2 * force + step**0.5 * rng.standard_normal(points.shape)
             excess.append(law.energy(points)[0])
     kept = np.array(excess[chains.n_warmup :]).T
