@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +79,14 @@ class Check(Result):
         lines = [self.model, f"Loss: {self.loss}."]
         lines += [f"Doubt: {self.doubt}."] if self.doubt else []
         for how, rows in self.settings.groupby("how", sort=False):
-            listed = ", ".join(f"{row.setting} {row.value}" for row in rows.itertuples())
+            listed = "; ".join(f"{row.setting} {row.value}" for row in rows.itertuples())
             lines.append(f"{str(how).capitalize()}: {listed}.")
         runs = self.analyses["runs"]
         lines.append(f"Runs: {', '.join(self.analyses['analysis'][runs])}.")
         lines += ["Does not run, and what it needs:"] if not runs.all() else []
         lines += [f"  {r.analysis}: {r.lacks}" for r in self.analyses[~runs].itertuples()]
-        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines)
+        fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        return "\n".join(fill(line) for line in lines)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per analysis: its name, whether it runs, and what it lacks."""
@@ -104,7 +106,7 @@ def check(
     prompts: Prompts | None = None,
     *,
     task: TaskLike | None = None,
-    n_prompts: int = N_PROMPTS,
+    n_prompts: int | None = None,
     seed: int = 0,
 ) -> Check:
     """First look at a model: own loss and ridge's, layers and heads, what is assumed, which analyses run.
@@ -116,20 +118,21 @@ def check(
         prompts: Given prompts; None draws them.
         task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the law
             stated with the model, or the softmax paper's.
+        n_prompts: Number of prompts of the losses; None: 512.
     Raises:
         ValueError: If the source is none of these, or as `hook_module` and `load` raise.
     See also:
         `hook_module`, `load`, `classify`, `write_report`.
     Example:
         >>> found = check("softmax-h2-s0")
-        >>> found
-        Check(softmax-h2-s0: 1 layer of 2 heads, native; 14 of 21 analyses run)
-        >>> found.to_frame()["lacks"].tolist()[-2]
+        >>> found.model
+        'softmax-h2-s0: 1 layer of 2 heads, native'
+        >>> found.to_frame().set_index("analysis")["lacks"]["jump-forecast"]
         'a training of linear attention by this package'
     """
     model = _model(source, task)
     prompts, law = prompts_and_law(
-        model, prompts, analysis="check", task=task, n_prompts=n_prompts, seed=seed
+        model, prompts, analysis="check", task=task, n_prompts=n_prompts or N_PROMPTS, seed=seed
     )
     with torch.no_grad():
         prediction = predictor_of(model).predict(prompts)
@@ -176,9 +179,10 @@ def _settings(
     model: Checkpoint | HookedModule, law: TaskConfig | None
 ) -> Iterator[tuple[str, str, str]]:
     """Settings, their values, and how they are known."""
-    words = {} if law is None else law.fields_in_words
-    for name, value in words.items():
-        yield name, value, "assumed" if law is not None and name in law.assumed else "stated"
+    if law is not None:
+        stated = "known" if predictor_of(model).trained_here else "stated"
+        for name, value in law.fields_in_words.items():
+            yield name, value, "assumed" if name in law.assumed else stated
     yield from _of_file(model) if isinstance(model, Checkpoint) else _of_module(model)
 
 

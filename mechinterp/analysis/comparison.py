@@ -75,7 +75,7 @@ class Comparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model."""
-        return self.models
+        return self.models.copy()
 
     def settings_frame(self) -> pd.DataFrame:
         """One row per setting and pattern: means over the models, with standard errors."""

@@ -29,6 +29,7 @@ from mechinterp.analysis.one_layer.label_rules import (
     Form,
     Scales,
     Thresholds,
+    assumed_covariance,
     faithfulness,
     form_of,
     head_decisions,
@@ -247,7 +248,7 @@ def _classified(
     return Classification(
         **vars(evidence),
         label=decision.label,
-        reason=decision.reason,
+        reason=decision.reason + assumed_covariance(decision, task),
         checks=decision.checks,
         labels=labels,
         share=heads.share,
