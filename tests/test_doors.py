@@ -24,8 +24,7 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.multi_layer.classify import classify_layers
-from mechinterp.analysis.multi_layer.composition import composition_scores
-from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
+from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import checkpoint_of, save
@@ -212,8 +211,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "compare_learners": lambda c: mi.compare_learners(c.source, c.prompts()),
     "response": lambda c: mi.response(c.source, n_prompts=512),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
-    "composition_scores": lambda c: composition_scores(c.source),
-    "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),
     "ablate heads": lambda c: mi.ablate(c.source, c.prompts(), what="heads"),
     "ablate": lambda c: mi.ablate(c.source, c.prompts()),
     "ablate subsets": lambda c: mi.ablate(c.source, c.prompts(), what="subsets"),

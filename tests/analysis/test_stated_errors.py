@@ -173,7 +173,6 @@ def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
 CASES = {
     "classify": Case(softmax),
     "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
-    "attention-entropy": Case(softmax),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
     "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
     "compare-learners": Case(softmax, n_prompts=256),

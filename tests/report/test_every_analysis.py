@@ -37,7 +37,7 @@ OWN = {
         "linear-components": "linear-separate",
         "jump-forecast": "linear-separate",
     },
-    **dict.fromkeys(("name-algorithm", "composition-scores", "prune", *FEW), "descent"),
+    **dict.fromkeys(("name-algorithm", "prune", *FEW), "descent"),
 }
 """Kind of model that an analysis needs; softmax for the others."""
 MOST = 64
@@ -196,6 +196,4 @@ def test_what_is_no_analysis_of_a_model_is_refused(run: Run, tmp_path: Path):
     run("report", path, path, *out, "compare-learners").assert_refused(
         "analyses need one checkpoint, got 2"
     )
-    deep = CHECKPOINTS / "sparse-h1-noise0.1-s0"
-    run("report", deep, *out, "attention-entropy").assert_refused("that add up to 1")
     assert not (tmp_path / "page").exists()
