@@ -41,8 +41,6 @@ NEEDS: Mapping[registry.Needs, str] = {
     registry.weights_by_name: "weights by name, but no reading of the state dict predicts as the module does",
     registry.linear_components: "weights of one layer of linear attention, one response",
     registry.patterns: "attention weights that can be read",
-    registry.a_distribution: "attention weights that are >= 0 and add up to 1",
-    registry.weights_of_layers: "a checkpoint of two layers or more",
     registry.several_layers: "two layers or more",
     registry.edges_to_patch: "a checkpoint of two layers or more whose outputs add up",
     registry.a_history: "a training history, which this package or a Monitor records",
@@ -231,7 +229,7 @@ def _lacks(
     if analysis.needs(model):
         return True, ""
     lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
-    if hooked and analysis.needs in (registry.patterns, registry.a_distribution):
+    if hooked and analysis.needs is registry.patterns:
         reasons = dict.fromkeys(model.model.unfollowed.values())
         lacks += f" ({next(iter(reasons))})" if reasons else ""
     return False, lacks
