@@ -179,7 +179,7 @@ def test_edges_between_heads_with_rotary_positions_are_those_of_the_file_of_the_
         for theirs, known in RENAMED.items():
             name = name.replace(theirs, known)
         state[name] = tensor
-    said = joins(Kind(norm="layer", mlp=True, positions="halves")) | {"context_only": True}
+    said = joins(Kind(norm="layer", mlp=True, positions="halves")) | {"context_keys": True}
     hints = {"n_heads": HEADS, "score": "softmax", "attend_to_self": True, "scale": EACH**-0.5}
     own = loaded(tmp_path, state, task={"context_length": 6}, model=said, **hints)
     hooked = hook_module(stack, task=TASK)
