@@ -59,19 +59,17 @@ FIGURES = {
     "What a model does with its prompt": "response(gpt2).plot()",
     "QK and OV of every head": "circuits(softmax).plot()",
     "A model beside closed-form learners": "compare_learners(softmax, context_lengths=[10, 20, 30, 40]).plot()",
-    "Every subset of heads masked": "ablate_subsets(softmax).plot()",
+    "Every subset of heads masked": "ablate(softmax, what='shapley').plot()",
     "Heads while they are trained": "history(softmax).plot()",
     "How good a model is after k examples": 'error_curve(load("garg-tiny-s0")).plot()',
     "The pool of tasks and ridge regression": 'compare_priors(load("pool-gpt2-m16-s0")).plot()',
-    "Each head of a deep model masked alone": "ablate_heads(gpt2).plot()",
-    "Importance of heads within each layer": "ablate_heads(gpt2).plot_importance()",
+    "Each head of a deep model masked alone": "ablate(gpt2, what='heads').plot()",
+    "Importance of heads within each layer": "ablate(gpt2, what='heads').plot_importance()",
     "A pruned model": "prune(sparse).plot()",
     "What each layer has computed": "probe(sparse).plot()",
     "What a read-out finds after each layer": 'probe(sparse, targets="read_out").plot()',
     "Circuits of several layers": "circuits(sparse).plot()",
-    "Which heads read what others write": "composition_scores(sparse).plot()",
     "Which tokens a head attends to": "attention_patterns(softmax).plot()",
-    "Over how many tokens a head spreads": "attention_entropy(softmax).plot()",
 }
 """The line that makes each figure, by its heading."""
 

@@ -3,7 +3,7 @@ package's folders."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
 from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
@@ -23,6 +23,7 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.card import card_of, training_in_words
 from mechinterp.checkpoints.native.folder import (
     FILES,
+    HISTORY,
     SNAPSHOTS,
     WEIGHTS,
     Outline,
@@ -31,6 +32,9 @@ from mechinterp.checkpoints.native.folder import (
     old_snapshots,
     read_document,
     require_new,
+    require_stated,
+    sha256_of,
+    stated_files,
 )
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
@@ -116,6 +120,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     file = path / SNAPSHOTS
     if file.exists():
         return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
+    require_stated(file, stated_files(path))
     by_step = sorted(old_snapshots(path).items())
     return {step: (file, read_arrays(file)) for step, file in by_step}
 
@@ -182,14 +187,22 @@ class Checkpoint(Run):
     """"native", or the format of an external file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """Settings that the file did not state and that were assumed, by dotted name."""
+    stated: Mapping[str, object] = field(default_factory=dict)
+    """Settings of an external file that it or the user states, by dotted name."""
+    known: Mapping[str, object] = field(default_factory=dict)
+    """Settings that the code of the file's format, or the shapes, fix."""
+    proven: Mapping[str, object] = field(default_factory=dict)
+    """Settings that recorded predictions prove."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """How a model was made, beyond training by its config: the model that was pruned, its heads,
     later changes."""
-    readings: tuple[Reading, ...] = ()
+    readings: Sequence[Reading] = ()
     """Possible readings of a file that leaves settings open, that of `weights` first; empty if
     nothing was open."""
     kept: Mapping[int, Weights] = field(default_factory=dict)
     """Weights by step, for a run of several files."""
+    doubting: Callable[[], str] | None = None
+    """Computes why the reading of an external file may be wrong; None: nothing to doubt."""
 
     def __repr__(self) -> str:
         task, mlps = self.task, "" if self.config.model.d_mlp is None else " with MLPs"
@@ -224,16 +237,20 @@ class Checkpoint(Run):
         """True if this package trained the model, so that its task is known."""
         return "step" not in self.assumed
 
-    @property
-    def understood(self) -> bool:
-        """True if the model, as it was read, predicts better than 0 on prompts of the task; always
-        True for own checkpoints."""
-        return self.assumed.get("understood") is not False
+    @cached_property
+    def doubt(self) -> str:
+        """Why an external file may have been read wrongly, or under a wrong task; empty if nothing
+        suggests it. Computed on first use."""
+        if "doubt" in self.assumed:
+            return str(self.assumed["doubt"])
+        if self.readings and not self.readings[0].predicts:
+            return predicts_nothing(self.readings)
+        return "" if self.doubting is None else self.doubting()
 
     @property
-    def doubt(self) -> str:
-        """Why an external file may have been read wrongly; empty if nothing suggests it."""
-        return str(self.assumed.get("doubt", ""))
+    def assumed_and_doubt(self) -> dict[str, object]:
+        """What was assumed, with the doubt if there is one, as folders store it."""
+        return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
 
     @property
     def training(self) -> TrainConfig | None:
@@ -290,6 +307,8 @@ class Checkpoint(Run):
             step: weights_from(tensors, self.config, file)
             for step, (file, tensors) in read_snapshots(self.path).items()
         }
+        if not self.kept:
+            require_stated(self.path / SNAPSHOTS, stated_files(self.path))
         return {step: weights.to(self.weights.device) for step, weights in kept.items()}
 
     @property
@@ -342,7 +361,7 @@ class Checkpoint(Run):
             task=self.task,
             trained_here=self.trained_here,
             law_stated=self.trained_here or self.task.states_law,
-            doubt=self.doubt,
+            doubts=partial(getattr, self, "doubt"),
         )
         vars(self)["weights"] = None  # from now on the predictor has them
         return predictor
@@ -389,7 +408,7 @@ class Checkpoint(Run):
             step=self.step,
             history=self.history,
             snapshots=self.snapshots,
-            assumed=self.assumed,
+            assumed=self.assumed_and_doubt,
             origin=self.origin,
         )
         if card:
@@ -427,6 +446,7 @@ def load(path: str | Path) -> Checkpoint:
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
     weights = weights_from(read_arrays(file), config, file)
+    require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
     return Checkpoint(path, config, weights=weights, **stated)
 
@@ -454,7 +474,6 @@ def save(
     path = Path(path)
     require_fit(path, weights, config)
     kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
-    text = json.dumps(document_of(config, step=step, assumed=assumed, origin=origin), indent=2)
     if not shared:
         require_new(path)
     names = FILES if shared else None
@@ -463,5 +482,8 @@ def save(
             claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
         claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))
         if history is not None:
-            claim.write("history.parquet", partial(history.to_parquet, index=False))
-        claim.write("config.json", lambda file: file.write_text(f"{text}\n"))
+            claim.write(HISTORY, partial(history.to_parquet, index=False))
+        files = {name: sha256_of(file) for name, file in claim.waiting.items()}
+        document = document_of(config, step=step, assumed=assumed, origin=origin, files=files)
+        text = json.dumps(document, indent=2) + "\n"
+        claim.write("config.json", lambda file: file.write_text(text, encoding="utf-8"))

@@ -281,6 +281,8 @@ ROUNDING = 1e-26
 MAX_STEPS = 100
 DAMPING = 1e-2
 """Initial damping, relative to the squared derivatives."""
+CLEARLY = 0.01
+"""A fit that starts from one step is taken if its mean square is lower by more than this fraction."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -318,7 +320,8 @@ def fit_algorithm(
             [layer, batch, d_y].
         n_starts: Number of starts: the natural scalars, and these times fixed random factors. If only the last
             prediction is given and steps can be exchanged, equal step sizes would stay equal. More than one start
-            then includes a further one with step sizes far apart.
+            then includes a further one with step sizes far apart. Without `start`, a search from one step
+            follows, with the scalars of all later layers at 0: other searches may end at several steps instead.
         start: First start; None: the natural scalars.
         tolerance: The fit stops when a step lowers the mean square by less than this fraction.
     Raises:
@@ -360,8 +363,22 @@ def fit_algorithm(
         if fits[-1][0] <= goal:
             break
     error, scalars = min(fits, key=lambda fit: fit[0])
+    alone = None if start is not None else _one_step(algorithm, moments, n_layers)
+    if error > goal and alone is not None:
+        fit = _minimise(difference, alone, lower, goal, tolerance)
+        error, scalars = fit if fit[0] < (1 - CLEARLY) * error else (error, scalars)
     names = algorithm.names(n_layers)
     return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
+
+
+def _one_step(algorithm: Algorithm, moments: PromptMoments, n_layers: int) -> Tensor | None:
+    """Start with the natural scalars of the first step, and 0 in all later layers; None if no scalar has two layers."""
+    natural = algorithm.start(moments, n_layers)
+    counts = [len(scalar.layers(n_layers)) for scalar in algorithm.scalars]
+    if max(counts, default=0) < 2:
+        return None
+    first = torch.cat([torch.arange(count, device=natural.device) == 0 for count in counts])
+    return natural * first
 
 
 def _apart(algorithm: Algorithm, moments: PromptMoments, steps: int) -> list[Tensor]:

@@ -317,7 +317,10 @@ def contents_of(
     if left_out:
         text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
-    return str(classified.verdict), classified.loss_text, listed
+    verdict = str(classified.verdict)
+    if classified.label == "undetermined" and "response" in results:
+        verdict += f"\nWhat it does: {sentences_of(results['response'])[0]}"
+    return verdict, classified.loss_text, listed
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:
@@ -367,7 +370,9 @@ def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     if callable(named) or not named.endswith(SUFFIX):
         return analysis_of(named)
     name, analysis = analysis_of(named.removesuffix(SUFFIX))
-    stepwise = wraps(analysis.function)(partial(over_steps, analysis=name))
+    stepwise = wraps(analysis.function)(
+        partial(over_steps, analysis=name, **analysis.step_settings)
+    )
     title = f"{analysis.title or name.capitalize()}, step by step"
     return f"{name}{SUFFIX}", replace(analysis, home=stepwise, title=title)
 

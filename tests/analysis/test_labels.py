@@ -474,16 +474,119 @@ def test_a_pair_with_one_matrix_is_a_preconditioned_step(task: TaskConfig):
     assert found.learner.r2 > 0.99
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_rotated_inputs_are_named(sign: int):
-    # In five dimensions a matrix and its negative: one of them is a rotation, the other a reflection.
-    turned = sign * rotation()
-    found = classify(with_blocks(torch.stack([0.13 * turned, -0.13 * turned]), [3.4, -3.4]))
+def turned(degrees: float) -> Tensor:
+    """Rotation of the first two coordinates."""
+    angle = np.radians(degrees)
+    matrix = EYE.clone()
+    matrix[:2, :2] = torch.tensor([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    return matrix
+
+
+def pair_of(matrix: Tensor, step: float = 0.8) -> Weights:
+    """Two softmax heads with opposite multiples of one matrix; together a step of this size along the matrix."""
+    return with_blocks(torch.stack([0.1 * matrix, -0.1 * matrix]), [5 * step, -5 * step])
+
+
+SHIFT = EYE.roll(1, 0)
+RANDOM = drawn(5, 5, seed=4)
+TRACE_FREE = RANDOM - RANDOM.trace() / 5 * EYE
+STATED = TaskConfig(covariance=CovarianceConfig())
+WIDE = TaskConfig(
+    covariance=CovarianceConfig(kind="eigenvalues", eigenvalues=(0.1, 0.1, 0.3, 1.5, 3))
+)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "descends"),
+    [
+        # The eigenvalues of a shift of five coordinates are roots of unity.
+        (SHIFT, np.cos(0.8 * np.pi)),
+        (TRACE_FREE / TRACE_FREE.norm() * 5**0.5, None),
+        (diagonal(1, 1, 1, -0.5, -0.5), -0.5),
+        (diagonal(1, 1, 1, 1, -0.1), -0.1),
+        (diagonal(1, 1, 1, 0, 0), 0.0),
+        (diagonal(1, 1, 1, 1, 0.04), 0.04),
+        (-1.0 * diagonal(3, 1, 1, 1, 1), None),
+        (turned(120), -0.5),
+        (rotation(), None),
+    ],
+    ids=["shift", "free", "up", "slightly up", "half", "near half", "sign", "turned", "any turn"],
+)
+def test_a_common_matrix_that_ascends_is_no_descent(matrix: Tensor, descends: float | None):
+    found = classify(pair_of(matrix), task=STATED)
+    assert found.label == ("undetermined" if found.scales.descent < 0.05 else "preconditioned_gd")
+    if descends is not None:
+        assert found.scales.descent == pytest.approx(descends, abs=1e-12)
+        assert found.label == "undetermined"
+        assert found.reason.startswith("no preconditioned_gd")
+        assert "; descent (" in found.reason
+
+
+def test_a_rotation_that_descends_is_named():
+    found = classify(pair_of(turned(60)), task=STATED)
     assert found.label == "preconditioned_gd"
-    assert found.omega_form * np.sign(found.circuits.mu[0, :, 0]) == pytest.approx([0.13, 0.13])
-    degrees = torch.rad2deg(torch.linalg.eigvals(turned).angle().abs().max()).item()
-    expected = degrees if sign == 1 else np.nan
-    assert found.form.rotation == pytest.approx(expected, nan_ok=True)
+    assert found.scales.descent == pytest.approx(0.5)
+    assert found.form.rotation == pytest.approx(60)
+    assert found.omega_form == pytest.approx([0.1, -0.1])
+
+
+def test_descent_is_measured_where_x_has_unit_covariance():
+    """A step by the inverse covariance descends evenly, and a step by the covariance along its large directions alone."""
+    Sigma = torch.from_numpy(covariance_matrix(WIDE.covariance, 5))
+    even, steep = (classify(pair_of(M), task=WIDE) for M in (torch.linalg.inv(Sigma), Sigma / 3))
+    assert even.scales.descent == pytest.approx(1)
+    assert steep.scales.descent == pytest.approx((0.1 / 3) ** 2)
+    assert even.label == "preconditioned_gd"
+    assert steep.label == "undetermined"
+    assert not any("not stated" in each.reason for each in (even, steep))
+    # Circuits alone state no covariance: the same matrix is measured with the identity.
+    weights = pair_of(torch.linalg.inv(Sigma))
+    alone = classify_circuits(weights.QK, weights.OV)
+    assert alone.scales.descent == pytest.approx(0.1 / 3)
+    assert "the covariance of x is not stated" in alone.reason
+    assert alone.label == "undetermined"
+
+
+@pytest.mark.parametrize(
+    ("weights", "task"),
+    [
+        (pair_of(best_preconditioner(), 4.0), KMS),
+        (debiased_gradient_step(6.0, 0.05, d_x=5), None),
+        (linear(heads([6.0], [1.0])), None),
+        (opposite([1.0] * 3 + [1.2] * 3, [2.4, 2.4]), replace(FREE, supports=(FULL, FULL))),
+        (task_heads([0, 32], [33, 0]), TWO),
+        (two_responses(TABLE_2.omega.tolist(), (10 * TABLE_2.mu).tolist()), TWO),
+    ],
+    ids=["common", "debiased", "linear", "weighted", "task heads", "superposed"],
+)
+def test_a_step_that_is_too_long_does_not_descend(weights: Weights, task: TaskConfig | None):
+    found = classify(weights, task=task)
+    assert found.label == "undetermined", found.reason
+
+
+def test_linear_attention_that_ascends_is_no_descent():
+    up = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, -0.1)[None], [1.0])))
+    assert up.scales.descent == pytest.approx(-1 / 9)
+    assert up.p_values["task_r2"] <= 0.01
+    assert up.label == "undetermined"
+    assert "descent (" in up.reason
+    left_out = classify(linear(with_blocks(diagonal(0.9, 0.9, 0.9, 0.9, 0)[None], [1.0])))
+    assert left_out.label == "linear_gd"
+
+
+def test_responses_whose_step_ascends_are_no_descent():
+    rows = [0.15] * 5 + [-0.02]
+    found = classify(opposite(rows, [2.0, 1.8]), task=replace(FREE, supports=(FULL, FULL)))
+    assert found.scales.descent == pytest.approx(-0.02 / 0.15)
+    assert f"no {WEIGHTED}" in found.reason
+    apart = uneven([rows, [0.2] * 6], [[2.5, 0], [0, 2]])
+    found = classify(apart, task=FREE)
+    assert found.scales.descent == pytest.approx(-0.02 / 0.15)
+    assert "no task_heads" in found.reason
+    # Off the stated support of a response there is nothing to ascend.
+    part = classify(apart, task=replace(FREE, supports=(FULL[:5], FULL)))
+    assert part.scales.descent == pytest.approx(1)
+    assert part.label == "task_heads"
 
 
 def test_linear_attention_is_one_step_with_its_matrix():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     attribute_edges,
     hook_module,
     local_learning_coefficient,
@@ -92,7 +92,7 @@ KINDS = [
 
 @pytest.fixture
 def prompts():
-    return sample_prompts(TASK, 8, seed=0, dtype=torch.float64)
+    return sample_prompts(TASK, 16, seed=0, dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -102,9 +102,9 @@ def test_edges_of_modules_without_gradients_name_the_cure_and_masks_need_none(
     make, cure, trained, prompts
 ):
     hooked = hook_module(make().requires_grad_(trained), task=TASK)
-    assert ablate_heads(hooked, prompts).rise.shape == (2, 4)
+    assert ablate(hooked, prompts, what="heads").rise.shape == (2, 4)
     with pytest.raises(ValueError, match=re.escape(cure)) as caught:
-        attribute_edges(hooked, prompts[:4], corrupted=prompts[4:])
+        attribute_edges(hooked, prompts[:8], corrupted=prompts[8:])
     assert "\n" not in str(caught.value)
 
 

@@ -244,7 +244,13 @@ def test_the_page_on_weights_names_every_option():
 HINTS: list[dict[str, object]] = [
     *({"format": "onnx"}, {"d_x": 0}, {"n_heads": -1}, {"output_column": -1}, {"scale": math.inf}),
     *({"scale": 0.0}, {"score_slope": math.nan}, {"output_scale": 0}, {"score": "sigmoid"}),
-    *({"columns": "xy"}, {"model": {"norm": "both"}}, {"model": {"depth": 2}}, {"map": ["mine_q"]}),
+    *(
+        {"columns": "xy"},
+        {"model": {"norm": "both"}},
+        {"model": {"depth": 2}},
+        {"map": ["mine_q"]},
+        {"map": {"mine": ""}},
+    ),
 ]
 
 

@@ -25,7 +25,7 @@ from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import wide_checkpoint
 from tests.models.test_layered_models import garg
 
-FEW, OF_GPT2 = ("--n-prompts", "64"), ("--n-heads", 4, "--anyway")
+FEW, OF_GPT2 = ("--n-prompts", "64"), ("--n-heads", 4)
 
 
 def pair_of_heads(file: Path) -> Path:
@@ -59,7 +59,7 @@ def test_classify_takes_the_hints(run: Run, tmp_path: Path):
     words = f"{file}: n_heads is not stated in the file; give --n-heads (n_heads=).\n"
     run("classify", file, *FEW).assert_refused(words)
     hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
-    hints += ("--format", "torch-attention", "--anyway")  # random weights
+    hints += ("--format", "torch-attention")  # random weights
     (found,) = run("classify", file, *hints, *FEW, "--json").done().document
     assert (found["n_heads"], found["d_x"]) == (3, 5)
     assert not {"model.attend_to_self", "task.d_y"} & found["assumed"].keys()
@@ -69,7 +69,7 @@ def test_classify_takes_the_hints(run: Run, tmp_path: Path):
 def test_scale_and_context_only(run: Run, tmp_path: Path):
     np.savez(tmp_path / "a.npz", **arrays(random_heads()))
     out = tmp_path / "native"
-    hints = ("--scale", "2", "--context-only", "--anyway")
+    hints = ("--scale", "2", "--no-attend-to-self")
     hints += ("--to", "native", "--out", out, "--json")
     run("convert", tmp_path / "a.npz", *hints).done()
     expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)
@@ -163,19 +163,27 @@ def deep(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
-    out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
-    ran = run("prune", deep, *options, "--out", out, "--json").done()
-    rows = ran.document["fine_tuning"]
-    steps = [(row["model"], row["step"]) for row in rows[::4]]
-    assert steps == [("pruned", 0), ("pruned", 8), ("full", 6)]
-    assert all(row["ratio"] > 0 for row in rows)
-    assert load(out).step == load(deep).step + 8
-    assert load(out).origin["fine_tuned_steps"] == 8
+def test_a_pruned_model_is_trained_further(run: Run, deep: Path, tmp_path: Path):
+    out, longer = tmp_path / "pruned", tmp_path / "longer"
+    ran = run("prune", deep, "--n-prompts", 80, "--refit", "--out", out, "--json").done()
+    assert ran.document["refit_ratio"] > 0
+    assert ran.document["checkpoint"] == str(out)
+    few = (
+        "--set",
+        "train.steps=8",
+        "--set",
+        "train.n_eval_prompts=16",
+        "--set",
+        "train.batch_size=16",
+    )
+    run("train", "--start", out, *few, "--out", longer, "--quiet").done()
+    trained = load(longer)
+    assert trained.step == 8
+    assert trained.origin["started_from"] == "pruned"
+    assert trained.origin["kept_heads"] == load(out).origin["kept_heads"]
+    assert trained.weights.heads_per_layer == load(out).weights.heads_per_layer
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
     run("train", out / "config.json").assert_refused("made from another", "--start")
-    words = "fine_tune_steps needs a model that this package trained"
-    run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
 @pytest.fixture

@@ -72,7 +72,8 @@ def test_the_steps_of_chebyshevs_iteration_are_found(seed: int):
     angles = (2 * np.arange(6) + 1) * np.pi / 12
     etas = 1 / (1.05 + 0.95 * np.cos(angles))  # for eigenvalues from .1 to 2
     target = descent.predictions(moments, etas.tolist(), 6)[-1]
-    equal = fit_algorithm(descent, moments, target, n_layers=6, n_starts=1)
+    natural = descent.start(moments, 6)
+    equal = fit_algorithm(descent, moments, target, n_layers=6, n_starts=1, start=natural)
     np.testing.assert_allclose(equal.scalars, equal.scalars[0], rtol=1e-6)
     assert equal.error > 1e-3 * target.square().mean()
     fit = fit_algorithm(descent, moments, target, n_layers=6, n_starts=2)
@@ -102,6 +103,20 @@ def test_a_search_ends_where_derivatives_are_not_finite():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("eta", [1.0, 1.2, 1.4])
+def test_one_step_is_found_among_several(eta: float):
+    """A search from four natural steps ends at four steps, with an error of a twentieth and more."""
+    task = TaskConfig(d_x=4, context_length=20)
+    moments = PromptMoments(draw_prompts(task, 128, generator=generator_for(0, "eval", 0)), task)
+    descent = BY_NAME["gradient descent"]
+    target = descent.predictions(moments, [eta], 1)[0]
+    natural = descent.start(moments, 4)
+    four = fit_algorithm(descent, moments, target, n_layers=4, n_starts=1, start=natural)
+    assert four.error > 0.02 * target.square().mean()
+    one = fit_algorithm(descent, moments, target, n_layers=4, n_starts=1)
+    np.testing.assert_allclose(one.scalars, [eta, 0, 0, 0], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["GD++", "ISTA"])
 def test_an_algorithm_that_contains_another_falls_back_to_it(name: str, moments: PromptMoments):
     """With scalars of 0, which for thresholds are the least that they may be."""

@@ -206,9 +206,9 @@ class PriorComparison(Result):
 
 def compare_priors(
     source: Source | Callable[[Prompts], Tensor],
+    *,
     task: TaskLike | None = None,
     pool: Pool | None = None,
-    *,
     context_lengths: Sequence[int] | None = None,
     n_prompts: int = 4096,
     seed: int = 0,
@@ -233,13 +233,14 @@ def compare_priors(
     Source:
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
     See also:
-        `ablate_heads`, `over_steps`, `dmmse`, `TaskConfig.pool`.
+        `ablate`, `over_steps`, `dmmse`, `TaskConfig.pool`.
     Example:
         >>> from functools import partial
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.predictors import ridge
         >>> task = TaskConfig(d_x=3, context_length=4, n_tasks=4)
-        >>> found = compare_priors(partial(ridge, penalty=task.posterior_penalty), task, n_prompts=64)
+        >>> model = partial(ridge, penalty=task.posterior_penalty)
+        >>> found = compare_priors(model, task=task, n_prompts=64)
         >>> found.overall.relative.round(6).tolist(), found.strategy
         ([1.0, 1.0], 'generalises')
     """

@@ -12,7 +12,7 @@ Reading order: `measure` collects the numbers, `decide` applies the rules (`_jud
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -25,7 +25,9 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.naming_scores import (
+    LAST,
     LOOSE,
+    NOISES,
     USELESS,
     Identity,
     Scores,
@@ -40,6 +42,7 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     reflected,
     relative_risk,
     satisfies,
+    scaled_name,
     step_effects,
     with_scaled,
 )
@@ -68,7 +71,7 @@ ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 OWN = 0
 """Column of the last prediction at the model's own length."""
 LEFT_OUT = (
-    "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, and identities other "
+    "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, other noise, and identities other "
     "than the order of pairs; task= (--task) states the law."
 )
 FIT, TABLE = (
@@ -78,6 +81,7 @@ FIT, TABLE = (
 FAR = "R² {r2} ({where}), limit {limit:g}"
 RULES = {
     "far": (FAR, FIT),
+    "noise": (FAR, "mechinterp analyse fit-learners with prompts of that noise (--task)"),
     "layers": (FAR, "mechinterp probe shows where the prediction is held after each layer"),
     "identity": ("the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}", FIT),
     "rival": ("{rival} is nearer: R² {rival_r2} against {r2} ({where})", TABLE),
@@ -88,6 +92,10 @@ RULES = {
     "rest, no symmetry": (
         "its rest is more than rounding, and the task has no symmetry that tells noise from a learner",
         "",
+    ),
+    "factor": (
+        "its read-out is {value:.3f} times that of the algorithm, limit 1 ± {limit:g} ({where})",
+        FIT,
     ),
     "contains": ("{rival}, which it contains, explains as much", ""),
     "tie": (
@@ -121,6 +129,14 @@ class Limits:
     """The same for a function of prompts, which has no noise of weights."""
     frequency: float = 0.9
     """Least fraction of resamples with the label."""
+    noise: float = 0.95
+    """Least R² of a model with a hundredth of the noise; a function needs `explained` there. Models that were trained at
+    one noise level leave their algorithm a little."""
+    read_out: float = 0.05
+    """Largest distance from 1 of the factor of an algorithm's read-out."""
+    of_rest: float = 0.25
+    """A factor counts if it explains at least this fraction of what the algorithm leaves unexplained; a smaller gain
+    leaves the factor open, since other step sizes take its place."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,8 @@ class Scale:
     """Relative risk at the best factor."""
     ridge: float
     """Relative risk of ridge regression on the same prompts."""
+    two_values: tuple[float, ...] = ()
+    """The two values that all responses have; empty if there are more. The output is then a logit, perhaps."""
 
     @property
     def helps(self) -> bool:
@@ -198,7 +216,8 @@ def decide(
 ) -> Decision:
     """The label that the numbers earn, with each scored prompt taken `counts` times."""
     if not measured.useful:
-        label = UNDETERMINED if measured.scale.helps else UNSTRUCTURED
+        scale = measured.scale
+        label = UNDETERMINED if scale.helps or scale.two_values else UNSTRUCTURED
         return Decision(label, UNDETERMINED, UNDETERMINED, {})
     last = _judged(measured, limits, counts, by_layer=False)
     path = _judged(measured, limits, counts, by_layer=True)
@@ -238,6 +257,10 @@ def _judged(
             continue
         judged[learner.label] = (
             _broken(learner, measured, limits, counts)
+            or _factor(m, scores, r2, limits)
+            or _noise(
+                r2[m], scores.columns, limits.explained if measured.is_function else limits.noise
+            )
             or _rival(m, scores, r2, limits)
             or _left(learner, scores, measured, limits, counts)
         )
@@ -258,6 +281,30 @@ def _broken(
     return worst if worst.rule else None
 
 
+def _factor(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
+    """A scaled read-out that explains part of the rest: the model is the algorithm times another number than 1."""
+    name = scaled_name(scores.learners[m])
+    if name not in scores.names:
+        return None
+    row = scores.names.index(name)
+    factor = float(scores.scalars[row][-1])
+    plain, with_factor = (r2[n, : scores.n_own].min() for n in (m, row))
+    explains = with_factor - plain >= limits.of_rest * (1 - plain)
+    # Factors are compared after rounding, so that 1.05 is within 1 ± 0.05.
+    off = round(abs(factor - 1), 3) > limits.read_out
+    where = LAST if scores.n_own == 1 else "after every layer"
+    return WhyNot("factor", where, factor, limits.read_out) if off and explains else None
+
+
+def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | None:
+    """The setting of other noise in which the learner explains least, if that is too little: there it is another one."""
+    found = {name: r2[n] for n, name in enumerate(columns) if name in NOISES}
+    where = min(found, key=found.__getitem__, default="")
+    if not found or found[where] >= limit:
+        return None
+    return WhyNot("noise", where, float(found[where]), limit)
+
+
 def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
     """The best of the learners that explain more than row m in some column, and less in none.
 
@@ -271,6 +318,8 @@ def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | N
         lead = r2 - r2[m]
         better, worse = lead > limits.tie, -lead > limits.tie
     elsewhere = np.arange(r2.shape[1]) >= scores.n_own
+    other_noise = np.array([name in NOISES for name in scores.columns])
+    better, worse = better & ~other_noise, worse & ~other_noise
     better &= ~elsewhere | (speaks & (r2 >= limits.explained))
     worse &= ~elsewhere | (speaks & (r2[m] >= limits.explained))
     leads = np.where(better & ~worse.any(1, keepdims=True), lead, -np.inf)
@@ -293,10 +342,10 @@ def _left(
     rest = scores.rests.get(str(learner.label))
     if rest is None:
         return None
-    share, column = rest.share(counts, most=measured.is_function)
+    share, where = rest.share(counts, most=measured.is_function)
     limit = limits.rest_of_function if measured.is_function else limits.rest
     rule = "rest" if rest.noise else "rest, no symmetry"
-    return WhyNot(rule, scores.columns[column], share, limit) if share > limit else None
+    return WhyNot(rule, where, share, limit) if share > limit else None
 
 
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
@@ -350,6 +399,9 @@ class Naming(Decision, Result):
         "half_length_r2": "R² at half the model's own length; empty if the learner is not near at its own.",
         "double_length_r2": "R² at twice the model's own length.",
         "wide_spread_r2": "R² with eigenvalues of the covariance of x from 1 to 30.",
+        "less_noise_r2": "R² with a hundredth of the noise variance.",
+        "more_noise_r2": "R² with ten times the noise variance; for functions of prompts.",
+        "much_noise_r2": "R² with a hundred times the noise variance; for functions of prompts.",
         "steps_r2": "Least R² over layers of the prediction with the learner's step in place of what the layer adds at the query.",
         "exchanged_r2": "Least R² over layers of the change of the prediction if the learner's prediction so far is exchanged with that of another prompt.",
         "why_not": "What keeps the learner from being the label; empty for the label.",
@@ -411,7 +463,8 @@ class Naming(Decision, Result):
     def why(self) -> str:
         """Rule that decided."""
         if not self.measured.useful:
-            return "scale" if self.measured.scale.helps else "useless"
+            scale = self.measured.scale
+            return "logit" if scale.two_values else "scale" if scale.helps else "useless"
         reason = self.why_not[self.nearest]
         if reason is None:
             return "mechanism" if self.mechanism == self.label else "function"
@@ -453,6 +506,13 @@ class Naming(Decision, Result):
         scale = self.measured.scale
         text = f"the model's excess risk is {self.measured.relative_risk:.3g} times that of predicting 0"
         best = f"(ridge regression {scale.ridge:.3g})"
+        if scale.two_values:
+            low, high = scale.two_values
+            return (
+                f"{text} {best}, but the responses are {low:g} or {high:g}: if the output is a logit, squared error is the "
+                f"wrong loss for it; next: give a function that turns the logit z into the expected response, "
+                f"{low:g} + {high - low:g} sigmoid(z)"
+            )
         if not scale.helps:
             return f"{text} {best}, and no factor on its predictions takes it half of the way to ridge regression"
         return (
@@ -611,7 +671,7 @@ def _stands(answer: Naming) -> bool:
 
 def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
     own, limits = Setting.of(prompts, subject.predict(prompts)), Limits()
-    settings = {"own length": own, **other_settings(subject.predict, own, subject.task, seed)}
+    settings = {"own length": own, **other_settings(subject, own, seed)}
     measured = measure(subject, settings, seed, limits)
     decision, frequency = labelled(measured, limits)
     followed, steps = "", None
@@ -695,4 +755,5 @@ def _scale(own: Setting, task: TaskConfig) -> Scale:
         factor, _ = best_factor(own.predictions, target)
     best = ridge(own.prompts, penalty=task.posterior_penalty)
     risks = (relative_risk(each, target) for each in (factor * own.predictions, best))
-    return Scale(factor, *risks)
+    values = own.prompts.y.unique().tolist()
+    return Scale(factor, *risks, two_values=tuple(values) if len(values) == 2 else ())

@@ -35,6 +35,13 @@ LOOSE = 0.95
 """Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""
 CONDITION = 30.0
 """Largest over smallest eigenvalue of the covariance with a wide spread."""
+NOISES = {"less noise": 0.01, "more noise": 10.0, "much noise": 100.0}
+"""Factors on the noise variance of the law, by setting: a learner that estimates the noise changes with it. Trained
+models leave their algorithm with more noise than in training, so that they are asked with less noise alone."""
+NO_NOISE = 0.01
+"""Noise variance that is varied if the law has none, relative to the variance of x·beta."""
+ELSEWHERE = 1e-4
+"""A rest below this fraction of the model's mean square counts as an inexact fit in settings that nothing was fitted to."""
 FIT_PROMPTS = 256
 """Largest number of prompts of a fit."""
 COARSE, FINE = 1e-4, 1e-8
@@ -80,7 +87,7 @@ class Subject:
         if not is_learner(source):
             predictor = predictor_of(cast("Source", source))
             return cls(predictor, task, predictor.n_layers)
-        function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=2)[:2]
+        function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=8)[:2]
         path = cls(function, task, DEPTH).outputs(few)
         has_path = function(few).ndim == 3
         return cls(function, task, len(path) if has_path else DEPTH, has_path)
@@ -172,13 +179,13 @@ def _drawn(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: in
     return draw_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
 
 
-def other_settings(
-    predict: Predict, own: Setting, task: TaskConfig, seed: int
-) -> dict[str, Setting]:
-    """Settings of half and twice the length, and with a wide spread of x, that the model takes, on half as many prompts.
+def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setting]:
+    """Settings of half and twice the length, with a wide spread of x, and with less and more noise, that the model takes,
+    on half as many prompts.
 
     Given prompts without a law can only be shortened.
     """
+    predict, task = subject.predict, subject.task
     n, half = own.prompts.x.shape[1], len(own.prompts) // 2
     drawn = half + half // 999  # the worst thousandth is left out
     if no_law(task):
@@ -191,6 +198,9 @@ def other_settings(
         spread = tuple((values / values.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=spread)
         laws["wide spread"] = (replace(law, covariance=wide), n)
+    noise_var = law.noise_var or NO_NOISE * law.signal_var
+    for name in NOISES if subject.is_function else ("less noise",):
+        laws[name] = (replace(law, noise_var=NOISES[name] * noise_var), n)
     settings = {}
     for step, (name, (each, length)) in enumerate(laws.items(), start=1):
         prompts = _drawn(each, drawn, length, seed=seed, step=step)
@@ -484,6 +494,11 @@ def squares(difference: Float[Tensor, "*axes prompt d_y"]) -> np.ndarray:
     return difference.square().mean(-1).nan_to_num(nan=torch.inf).clamp(max=1e12).numpy()
 
 
+def scaled_name(learner: Algorithm) -> str:
+    """Name of an algorithm with a scaled read-out."""
+    return f"{learner.label or learner.name} with a scaled read-out"
+
+
 def scaled(learner: Algorithm) -> Algorithm:
     """An algorithm whose predictions are multiplied by one more scalar.
 
@@ -496,8 +511,9 @@ def scaled(learner: Algorithm) -> Algorithm:
         return scalars[-1] * learner.run(moments, n_layers, *scalars[:-1])
 
     factor = Scalar("factor", lambda moments: 1.0, where="once", lower=-torch.inf)
-    name = f"{learner.label or learner.name} with a scaled read-out"
-    return Algorithm(name, None, (*learner.scalars, factor), run, has_path=learner.has_path)
+    return Algorithm(
+        scaled_name(learner), None, (*learner.scalars, factor), run, has_path=learner.has_path
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -517,20 +533,23 @@ class Rest:
     """Mean squares of the last prediction."""
     noise: float
     """Fraction that noise of weights keeps."""
+    columns: tuple[str, ...] = (LAST,)
+    """Predictions at the own length, then other settings."""
 
     def share(
         self, counts: Float[np.ndarray, " prompt"] | None = None, *, most: bool = False
-    ) -> tuple[float, int]:
+    ) -> tuple[float, str]:
         """Fraction of another learner in the rest, 0 for noise and 1 for a learner, and its column: the least, or the
         most, over columns with more than rounding. 0 if there is no such column."""
         counts = np.ones(len(self.size)) if counts is None else counts
         square, product = self.square @ counts, self.product @ counts
-        more = np.flatnonzero(square > ROUNDING * (self.size @ counts))
+        fitted = [ELSEWHERE if name in NOISES else ROUNDING for name in self.columns]
+        more = np.flatnonzero(square > np.array(fitted) * (self.size @ counts))
         if not len(more):
-            return 0.0, 0
+            return 0.0, self.columns[0]
         shares = (product[more] / square[more] - self.noise) / (1 - self.noise)
         at = int(shares.argmax() if most else shares.argmin())
-        return float(shares[at]), int(more[at])
+        return float(shares[at]), self.columns[more[at]]
 
 
 def reflected(prompts: Prompts, task: TaskConfig, seed: int) -> list[Prompts]:
@@ -554,14 +573,49 @@ def rest_of(
     others: Sequence[Float[Tensor, "column prompt d_y"]],
     size: Float[np.ndarray, " prompt"],
     noise: float,
+    columns: tuple[str, ...] = (LAST,),
 ) -> Rest:
     """Rest from the model minus the learner, on prompts and on their reflections."""
     if not others:
-        return Rest(squares(own), squares(own), size, 0.0)
+        return Rest(squares(own), squares(own), size, 0.0, columns)
     reflections = torch.stack(list(others))
     square = (own.square() + reflections.square().mean(0)) / 2
     product = own * reflections.mean(0)
-    return Rest(square.mean(2).numpy(), product.mean(2).numpy(), size, noise)
+    return Rest(square.mean(2).numpy(), product.mean(2).numpy(), size, noise, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Predictions of a model on prompts and on their reflections, with the moments that learners need there."""
+
+    columns: tuple[str, ...]
+    targets: tuple[Float[Tensor, "column prompt d_y"], ...]
+    """Predictions for the prompts, then for each reflection."""
+    moments: tuple[PromptMoments, ...]
+
+    def rests(
+        self, learner: Algorithm, scalars: list[float], n_layers: int
+    ) -> list[Float[Tensor, "column prompt d_y"]]:
+        """The model minus the learner, for the prompts and for each reflection."""
+        return [
+            target - learner.predictions(moments, scalars, n_layers)[-len(self.columns) :]
+            for target, moments in zip(self.targets, self.moments, strict=True)
+        ]
+
+
+def places_of(trial: Trial, read: Predict, columns: Sequence[str], seed: int) -> list[Place]:
+    """The prompts of the scores at the own length, and those with other noise."""
+    places = []
+    for n, (name, setting) in enumerate(trial.settings.items()):
+        if n > 0 and name not in NOISES:
+            continue
+        prompts = setting.prompts if n > 0 else setting.prompts[1::2]
+        own = trial.target[:, 1::2] if n == 0 else setting.predictions[None]
+        others = reflected(prompts, trial.task, seed)
+        seen = own, *(read(each)[-len(own) :] for each in others)
+        moments = trial.moments(name), *(PromptMoments(each, trial.task) for each in others)
+        places.append(Place(tuple(columns[: trial.n_own]) if n == 0 else (name,), seen, moments))
+    return places
 
 
 def with_scaled(
@@ -576,21 +630,18 @@ def with_scaled(
     """
     least, found = scores.r2()[:, : trial.n_own].min(1), {}
     rows = [m for m, each in enumerate(scores.learners) if each.label and least[m] >= near]
-    others = reflected(trial.own.prompts[1::2], trial.task, seed) if rows and rests else []
-    places = [(read(each), PromptMoments(each, trial.task)) for each in others]
-    places.insert(0, (trial.target[:, 1::2], trial.moments(next(iter(trial.settings)))))
+    places = places_of(trial, read, scores.columns, seed) if rows and rests else []
     for m in rows:
         learner = scaled(scores.learners[m])
         start = np.append(scores.scalars[m], 1.0)
         fit = trial.scores([learner], {learner.name: start}, tolerance=FINE)
-        if rests:
-            values = fit.scalars[0].tolist()
-            own, *changed = (
-                known - learner.predictions(moments, values, trial.n_layers)[-trial.n_own :]
-                for known, moments in places
-            )
+        if places:
+            values, size = fit.scalars[0].tolist(), fit.size[trial.n_own - 1]
+            parts = [each.rests(learner, values, trial.n_layers) for each in places]
+            own, *changed = (torch.cat(part) for part in zip(*parts, strict=True))
+            columns = tuple(name for each in places for name in each.columns)
             label = str(scores.learners[m].label)
-            found[label] = rest_of(own, changed, fit.size[trial.n_own - 1], 1 / trial.task.d_x)
+            found[label] = rest_of(own, changed, size, 1 / trial.task.d_x, columns)
         scores = scores.joined(fit)
     return replace(scores, rests=found)
 

@@ -32,7 +32,7 @@ ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 SCALES = (
     *("omega_spread", "zero_sum", "eta", "eta_optimal"),
-    *("theta", "supports", "support_leak", "theta_spread"),
+    *("theta", "supports", "support_leak", "theta_spread", "descent"),
 )
 
 

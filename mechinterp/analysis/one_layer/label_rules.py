@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mechinterp.analysis.circuits import Circuits
 from mechinterp.analysis.labels import TEXTS
+from mechinterp.analysis.one_layer.descent import DESCENDS, descent
 from mechinterp.analysis.one_layer.linear_components import EQUAL, LEARNED, Components
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskConfig
@@ -333,6 +334,9 @@ class Scales:
     """max/min - 1 of theta_n on its support, the largest over responses."""
     step: Float[Tensor, "d_y d_x d_x"]
     """Matrix of the step, f'(0) sum mu_n times the idealised QK x blocks; unit 1/x^2."""
+    descent: float
+    """Smallest eigenvalue of the step's symmetric part divided by the largest |eigenvalue|, in coordinates in which the
+    task's covariance of x is the identity; the smallest over responses. Negative if the step ascends in some direction."""
 
 
 def scales_of(
@@ -360,6 +364,7 @@ def scales_of(
         zero_sum = np.abs(mu.sum(0)) / np.abs(mu).sum(0)
     tensors = torch.from_numpy(sizes), torch.from_numpy(mu)
     spread = spread_over_heads(*tensors, serving=limits.leak) if len(sizes) else np.nan
+    step = slope * torch.einsum("gn,gij->nij", tensors[1], fitted)
     return Scales(
         omega_spread=float(spread),
         zero_sum=float(zero_sum.max()),
@@ -370,7 +375,8 @@ def scales_of(
         supports=supports,
         support_leak=leak,
         theta_spread=theta_spread,
-        step=slope * torch.einsum("gn,gij->nij", tensors[1], fitted),
+        step=step,
+        descent=descent(step, task),
     )
 
 
@@ -569,6 +575,16 @@ def _of_other_sign(values: np.ndarray) -> float:
     return float(np.max(-values / largest, initial=0)) if largest else 0.0
 
 
+ASSUMED = "; the covariance of x is not stated, so that descent is measured with the identity"
+
+
+def assumed_covariance(decision: Decision, task: TaskConfig) -> str:
+    """Sentence for a label that rests on the covariance of x, if nobody stated it; else empty."""
+    deciding = decision.checks if decision.failed is None else (decision.failed,)
+    rests = any(each.name == "descent" for each in deciding)
+    return ASSUMED if rests and "covariance" not in task.given else ""
+
+
 def model_decision(
     heads: Heads, labelled: list[Decision], evidence: Evidence, limits: Thresholds
 ) -> Decision:
@@ -606,7 +622,10 @@ def model_decision(
             text = ": ".join(filter(None, (f"head {name} is {each.label}", each.text)))
             return Decision("undetermined", text, each.checks)
     pattern, text = _one_task(evidence.form)
-    return named(pattern, text, omega_spread, zero_sum, *explained)
+    # Heads whose omega and mu have one sign add up to a positive multiple of I.
+    descends = [] if pattern == "debiased_gd" else [_descends(evidence, DESCENDS)]
+    does_it = _does_the_task(evidence, limits)
+    return named(pattern, text, omega_spread, zero_sum, *descends, *explained, does_it)
 
 
 def _explained(evidence: Evidence, limits: Thresholds) -> list[Check]:
@@ -619,6 +638,16 @@ def _explained(evidence: Evidence, limits: Thresholds) -> list[Check]:
     if evidence.substitution.r2 >= 1 - limits.equal:
         return r2
     return [*r2, Check("alignment", evidence.alignment, limits.ov_last_entry, least=True)]
+
+
+def _descends(evidence: Evidence, limit: float) -> Check:
+    """The step must not ascend: `DESCENDS` in every direction, or in no direction below -`DESCENDS`."""
+    return Check("descent", evidence.scales.descent, limit, least=True)
+
+
+def _does_the_task(evidence: Evidence, limits: Thresholds) -> Check:
+    """Few models with random weights may have as small a loss: a step that is too long does not descend."""
+    return Check("task_r2_p", evidence.p_values["task_r2"], limits.p_value)
 
 
 def _linear(evidence: Evidence, explained: list[Check], limits: Thresholds) -> Decision:
@@ -634,8 +663,8 @@ def _linear(evidence: Evidence, explained: list[Check], limits: Thresholds) -> D
             )
         else:
             text += f" on {used.n_components} of {len(used.learned)} components"
-    by_chance = Check("task_r2_p", evidence.p_values["task_r2"], limits.p_value)
-    return named("linear_gd", text, *learned, *explained, by_chance)
+    descends, does_it = _descends(evidence, -DESCENDS), _does_the_task(evidence, limits)
+    return named("linear_gd", text, *learned, *explained, descends, does_it)
 
 
 def off_identity(M: Float[Tensor, "d_x d_x"]) -> str:
@@ -667,6 +696,8 @@ def _several_tasks(
         even: Checks of zero_sum and omega_spread.
     """
     scales, explained = evidence.scales, _explained(evidence, limits)
+    ascends_nowhere = _descends(evidence, -DESCENDS)
+    does_it = _does_the_task(evidence, limits)
     active = heads.where(np.array([each.label != "dummy" for each in labelled]))
     sizes = np.abs(active.mu)
     task_leak = Check("task_leak", float(active.task_leak.max()), limits.leak)
@@ -674,13 +705,14 @@ def _several_tasks(
     if {each.label for each in labelled} <= SIGNED | {"dummy"}:
         if task_leak.holds:
             text = "each active head serves one response"
-            return named("task_heads", text, *even, task_leak, *explained)
+            return named("task_heads", text, *even, task_leak, ascends_nowhere, *explained, does_it)
         if smallest >= EVEN:
             full = all(len(each) == heads.blocks.shape[1] for each in scales.supports)
             uniform = full and scales.theta_spread <= limits.equal
             pattern = "debiased_gd" if uniform else "weighted_preconditioned_gd"
             text = f"opposite heads serve all responses, mu within {1 - smallest:.0%}"
-            return named(pattern, text, *even, *explained)
+            descends = [] if uniform else [_descends(evidence, DESCENDS)]
+            return named(pattern, text, *even, *descends, *explained, does_it)
     odd = [
         f"; head {name} is unstructured"
         for name, each in zip(heads.names, labelled, strict=True)
@@ -691,4 +723,4 @@ def _several_tasks(
         Check("theta_spread", scales.theta_spread, limits.omega_spread),
     )
     text = f"heads serve several responses{''.join(odd)}"
-    return named("superposition", text, even[0], *steps, *explained)
+    return named("superposition", text, even[0], *steps, ascends_nowhere, *explained, does_it)

@@ -178,14 +178,14 @@ def attribute_edges(
         Wang et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv 2403.17806, with
         (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2, theirs 1 / K.
     See also:
-        `circuit_faithfulness`, `patch_activations`, `composition_scores`.
+        `circuit_faithfulness`, `patch_activations`.
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> edges = attribute_edges(checkpoint, n_prompts=4)
+        >>> edges = attribute_edges(checkpoint, n_prompts=8)
         >>> len(edges.to_frame()), edges.circuit(2).columns.tolist()
         (288, ['from', 'to', 'nodes'])
-        >>> attribute_edges(checkpoint, n_prompts=4, nodes="all").senders[:3]
+        >>> attribute_edges(checkpoint, n_prompts=8, nodes="all").senders[:3]
         ('input', 'L0H0', 'L0H1')
     """
     require_prompts(prompts, "attribute_edges")

@@ -95,7 +95,7 @@ class Format:
     """Further assumptions, by the name under which they are shown."""
 
 
-CAUSAL = {"attend_to_self": True, "context_only": False}
+CAUSAL = {"attend_to_self": True, "context_keys": False}
 IN_TURN = {"layout": "in_turn", "norm": "before", "residual": True, "positions": "none"}
 X_FIRST = {"columns": "x,y", "sign": "plus", "output_column": None}
 SOFTMAX = {"score": "softmax", "scale": None}
@@ -136,7 +136,7 @@ FORMATS = (
         patterns=(r"self_attn\.in_proj_weight$", r"(?:linear|norm)[12]\.weight$"),
         fixed={**SOFTMAX, **X_FIRST, "residual": True},
         assumed={"norm_eps": 1e-5, "attend_to_self": True},
-        tries={"norm": ("after", "before"), "context_only": (True, False)},
+        tries={"norm": ("after", "before"), "context_keys": (True, False)},
         beside={"model.tokens": "(x_1, y_1), ..., (x_L, y_L), (x_query, 0); predicted at the last"},
     ),
     Format(
@@ -173,7 +173,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     Raises:
         ValueError: If the tensors form no layer of attention, or do not have the stated format.
     """
-    known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor.ndim)}
+    known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor)}
     known = unstacked(known)
     form = _row(known, hints)
     if form is HOOKED:
@@ -189,7 +189,8 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         verb = "is" if len(strange) == 1 else "are"
-        raise TensorError("", f"{listed} {verb} not among the tensors of {what}")
+        drop = f"; if the model does without, drop it by --map {shown(strange[0])}=unused"
+        raise TensorError("", f"{listed} {verb} not among the tensors of {what}{drop}")
     if strange or layout.lacking or not layout.layers:
         rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
         raise TensorError("", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}")
@@ -275,7 +276,8 @@ def hooked_layer(
             without positions,
     norms and MLP.
     """
-    layout = layout_of({n: t for n, t in tensors.items() if not is_harmless(n, t.ndim)})
+    kept = {n: t for n, t in tensors.items() if n != MASK and not is_harmless(n, t)}
+    layout = layout_of(kept)
     _require_attention_alone(layout, tensors)
     attention = {p.name: tensors[p.name] for p in layout.layers[0] if p.part in ATTENTION}
     if (read_out := layout.ends.get(("read_out", "weight"))) is not None:

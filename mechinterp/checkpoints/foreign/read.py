@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,19 +24,28 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
+from mechinterp.checkpoints.foreign.doubts import doubt_of
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.names import TABLE, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints
+from mechinterp.checkpoints.foreign.names import TABLE, Tensors
+from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints, option
+from mechinterp.checkpoints.foreign.proof import Proof, prove
+from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.score import (
+    LazyReadings,
     Reading,
     Tried,
-    doubt_of,
-    not_understood,
     tied,
     try_cases,
 )
-from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
-from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
+from mechinterp.checkpoints.foreign.tensors import (
+    Layout,
+    Parts,
+    mapped,
+    of_file,
+    parts_of,
+    unused_names,
+)
+from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -59,22 +69,26 @@ ONLY = {
 """Required values of settings of GPT-2, as other values make another model."""
 
 
+EMPTY = ("null", "Null", "NULL", "~", "")
+"""Texts that mean no value in YAML, whose values are all read as texts."""
+
+
 def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
     """Settings that a file of weights, and config.json or config.yaml beside it, state.
 
     Args:
         inside: Settings in the file, under any name.
     Raises:
-        CheckpointError: If a value is not possible, or the file and its config differ.
+        CheckpointError: If a value is not possible, or two of these places differ.
     """
-    stated: dict[str, object] = {}
+    stated: dict[str, tuple[object, str]] = {}
     for file, raw in ((path, inside), *_beside(path)):
         with naming(file):
             for name, value in settled(raw).items():
-                if stated.get(name, value) != value:
-                    raise ValueError(f"{name} must be {stated[name]}, as in the file of weights, got {value}.")  # fmt: skip
-                stated[name] = value
-    return stated
+                known, place = stated.setdefault(name, (value, file.name))
+                if known != value:
+                    raise ValueError(f"{name} must be {known}, as in {place}, got {value}.")
+    return {name: value for name, (value, _) in stated.items()}
 
 
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
@@ -89,7 +103,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         {'n_heads': 4, 'positions': 'rotary'}
     """
     for key, value in ONLY.items():
-        if raw.get(key, value) != value:
+        if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known = {TASK_KEY: raw.get(TASK_KEY)}
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
@@ -152,19 +166,22 @@ def _value(name: str, key: str, value: object) -> object:
 
 
 def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
-    """Settings in Hugging Face's config.json, and in config.yaml of the code of Garg et al."""
-    file, garg = path.with_name("config.json"), path.with_name("config.yaml")
+    """Settings in config.json and in config.yaml beside a file: at the top, and under `model`.
+
+    The training's numbers of points and noise are those of the code of Garg et al.
+    """
+    json_file, yaml_file = path.with_name("config.json"), path.with_name("config.yaml")
     stated: list[tuple[Path, Mapping[str, object]]] = []
-    document = read_json(file) if file.is_file() else None
-    if isinstance(document, dict) and not OWN & set(document):
-        stated.append((file, document))
-    if garg.exists():
-        document = read_yaml(garg)
+    for file, read in ((json_file, read_json), (yaml_file, read_yaml)):
+        document = read(file) if file.is_file() else None
+        if not isinstance(document, dict) or (file == json_file and OWN & set(document)):
+            continue
         points = _within(document, "training", "curriculum", "points", "end")
         noise = _within(document, "training", "task_kwargs", "noise_std")
         model = _within(document, "model")
-        sizes = dict(model) if isinstance(model, dict) else {}
-        stated.append((garg, {**sizes, "n_points": points, "noise_std": noise}))
+        trained = {"n_points": points, "noise_std": noise} if read is read_yaml else {}
+        for part in (document, model if isinstance(model, dict) else {}, trained):
+            stated.append((file, {n: None if v in EMPTY else v for n, v in part.items()}))
     return stated
 
 
@@ -212,8 +229,42 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
     last = run[-1]
+    recordings = [read_recording(file) for file in hints.recorded]
+    if recordings and len(run) > 1:
+        raise CheckpointError(
+            f"{last.file}: predictions are of one model, got a run of {len(run)}."
+        )
     with of_file(last.file):
-        return _read(run, replace(hints, task=_stated_task(last.settings, hints)))
+        return _read(run, replace(hints, task=_stated_task(last.settings, hints)), recordings)
+
+
+def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints) -> Checkpoint:
+    """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
+
+    The state dict is copied, so that later edits of it do not count.
+
+    Args:
+        recordings: As `recording_of` makes them.
+        hints: What is known besides, such as the number of heads and the task.
+    Raises:
+        NotUnderstoodError: If no reading gives the predictions.
+        ValueError: If the tensors fit no format, or the predictions another task.
+    Example:
+        >>> from mechinterp import sample_prompts
+        >>> from mechinterp.checkpoints.foreign.recorded import recording_of
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> from mechinterp.models.run.predictor import predictor_of
+        >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)
+        >>> prompts = sample_prompts(weights, 32)
+        >>> predicted = predictor_of(weights).predict(prompts)
+        >>> record = recording_of(prompts.x, prompts.y, prompts.x_query, predicted)
+        >>> state = {f"W_{x}": getattr(weights, f"W_{x}")[0] for x in "QKVO"}
+        >>> read_proven(state, [record], Hints()).proven["model.score"]
+        'softmax'
+    """
+    copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    stored = Stored(Path("state dict"), copied, {})
+    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings)
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
@@ -228,12 +279,14 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
     return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
-def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
-    last = run[-1]
+def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] = ()) -> Checkpoint:
+    last, length = run[-1], None
+    if recordings:
+        hints, length = _sizes_of_recordings(recordings, hints), recordings[0].length
     known_files = []
     for each in run:
         with of_file(each.file):
-            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+            known_files.append(recognised(mapped(each.tensors, hints.map or {}), hints))
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
     # A setting such as norm_first is left over in a model without norms.
@@ -252,7 +305,7 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         except ValueError as error:
             faults.append(error)
             continue
-        source = Source(form, choices, given, hints, last.settings)
+        source = Source(form, choices, given, hints, last.settings, length)
         for chosen in combinations(choices, given):
             try:
                 cases.append(case_of(source, parts, {"orientation": axes, **chosen}))
@@ -260,7 +313,14 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
                 faults.append(error)
     if not cases:
         raise faults[0]
-    case, readings, names = try_cases(cases)
+    if recordings:
+        return _proven(last, prove(cases, recordings, last.file))
+    readings: Sequence[Reading]
+    if len(cases) == 1 and not cases[0].refined():
+        # Nothing is open: the loss is computed where it is shown.
+        case, readings, names = cases[0], LazyReadings(partial(_readings_of, cases)), []
+    else:
+        case, readings, names = try_cases(cases)
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
@@ -269,6 +329,78 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
+
+
+def _readings_of(cases: Sequence[Case]) -> Sequence[Reading]:
+    return try_cases(cases)[1]
+
+
+def _sizes_of_recordings(recordings: Sequence[Recording], hints: Hints) -> Hints:
+    """The options, with d_x and d_y of the recorded prompts.
+
+    Raises:
+        ValueError: If an option contradicts the prompts.
+    """
+    sizes = dict(zip(("d_x", "d_y"), require_one_task(recordings), strict=True))
+    lengths = [each.length for each in recordings]
+    task = hints.task or {}
+    for name, size in sizes.items():
+        for given in (hints.given.get(name, size), task.get(name, size)):
+            if given != size:
+                raise ValueError(
+                    f"{name} must be {size}, as in the recorded predictions, got {given}."
+                )
+    length = task.get("context_length", lengths[0])
+    if length not in lengths:
+        listed = " or ".join(map(str, lengths))
+        raise ValueError(
+            f"context_length must be {listed}, as in the recorded predictions, got {length}."
+        )
+    return replace(hints, **sizes)
+
+
+def _proven(stored: Stored, proof: Proof) -> Checkpoint:
+    """Checkpoint of the reading that gives recorded predictions."""
+    first, names = proof.cases[0], proof.open
+    readings = tuple(
+        Reading(
+            tried={name: case.value_of(name) for name in names},
+            build=case.weights,
+            loss=0.0,
+            loss_sem=0.0,
+            predicts=True,
+            ties=True,
+            stands=True,
+        )
+        for case in proof.cases
+        if len(proof.cases) > 1
+    )
+    checkpoint = _checkpoint(stored, first, (), names)
+    closed = first.source.closed
+    proven = {
+        f"model.{name}": first.value_of(name)
+        for name in first.tried
+        if name not in (*names, "score_slope") and closed.get(name, object()) != first.tried[name]
+    }
+    proven["predictions"] = proof.in_words
+    open_ones = {f"model.{name}" for name in names} | (
+        {"attn_scale"} if "scale" in names else set()
+    )
+    task = {
+        n: v for n, v in checkpoint.assumed.items() if n.startswith(("task.", "train.", "seed"))
+    }
+    assumed = {n: v for n, v in checkpoint.assumed.items() if n in open_ones}
+    unused = {n: v for n, v in checkpoint.assumed.items() if n == "unused"}
+    assumed = {**task, **assumed, **unused, "step": stored.step}
+    if names:
+        assumed["undetermined"] = (
+            f"the recorded predictions leave open {' and '.join(map(option, names))}: "
+            f"{len(readings)} readings give them; predictions for prompts of another length or size may decide (--predictions twice)"
+        )
+    known = {n: v for n, v in checkpoint.known.items() if n not in proven and n not in open_ones}
+    return replace(
+        checkpoint, assumed=assumed, known=known, proven=proven, readings=readings, doubting=None
+    )
 
 
 def _parts_of_run(
@@ -299,7 +431,7 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
 
 
 def _checkpoint(
-    stored: Stored, case: Case, readings: tuple[Reading, ...], names: Sequence[str]
+    stored: Stored, case: Case, readings: Sequence[Reading], names: Sequence[str]
 ) -> Checkpoint:
     """Checkpoint of the chosen reading, with what was assumed."""
     weights, form, closed = case.weights(), case.source.form, case.source.closed
@@ -324,26 +456,39 @@ def _checkpoint(
     if "scale" not in closed:
         assumed["attn_scale"] = 1 / case.scale
     assumed |= {**form.beside, **_left_out(case), "step": stored.step}
-    if readings:
+    if not isinstance(readings, LazyReadings) and readings:
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-    if open_between := tied(readings):
-        assumed["undetermined"] = open_between
-    if readings and not readings[0].predicts:
-        assumed |= {"understood": False, "doubt": not_understood(readings)}
-    elif doubt := doubt_of(case):
-        assumed["doubt"] = doubt
-    ignored = [name for name, tensor in stored.tensors.items() if is_harmless(name, tensor.ndim)]
-    if ignored and form.name != "transformer-lens":
-        assumed["ignored"] = ignored
-    named = (form.name, assumed)
-    return Checkpoint(stored.file, config, stored.step, weights, *named, readings=readings)
+        if open_between := tied(readings):
+            assumed["undetermined"] = open_between
+    if unused := unused_names(stored.tensors, case.source.hints.map or {}):
+        assumed["unused"] = unused
+    stated = {f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried}
+    stated |= {n: v for n, v in values if n in case.known}
+    rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
+    known = {f"model.{name}": case.value_of(name) for name in rest}
+    if "attn_scale" not in assumed and "model.scale" not in stated:
+        known["model.scale"] = case.scale
+    return Checkpoint(
+        path=stored.file,
+        config=config,
+        step=stored.step,
+        weights=weights,
+        format=form.name,
+        assumed=assumed,
+        stated=stated,
+        known=known,
+        readings=readings,
+        doubting=partial(doubt_of, case),
+    )
 
 
 def _without_trace(case: Case) -> set[str]:
     """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
     norms."""
     refined = refinements({**case.tried, **PLAIN_TRIED}, case.parts, case.source.form, ())
-    changed = (item for each in refined for item in each.items())
+    changed = [item for each in refined for item in each.items()]
+    if case.tried.get("residual") and "passes" in case.tried:
+        changed.append(("passes", None))
     return {name for name, value in changed if value != PLAIN_TRIED.get(name, value)}
 
 
