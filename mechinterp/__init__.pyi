@@ -2,6 +2,7 @@
 
 from mechinterp.analysis.ablation.ablate import ablate as ablate
 from mechinterp.analysis.ablation.pruning import prune as prune
+from mechinterp.analysis.check import check as check
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
 from mechinterp.analysis.learners.compare import compare_learners as compare_learners

@@ -233,7 +233,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "attribute_edges": lambda c: mi.attribute_edges(
         c.source, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], ig_steps=2
     ),
-    "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
+    "compare_priors": lambda c: mi.compare_priors(
+        c.source, task=c.task, pool=c.pool, **FEW_PROMPTS
+    ),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "over_steps": lambda c: mi.over_steps(c.source, "ablate", what="heads", n_prompts=64),
     "linear_components": lambda c: mi.linear_components(c.source),

@@ -119,9 +119,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     """
     file = path / SNAPSHOTS
     if file.exists():
-        snapshots = {step: (file, tensors) for step, tensors in _unstacked(file).items()}
-        require_stated(file, stated_files(path))
-        return snapshots
+        return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
     require_stated(file, stated_files(path))
     by_step = sorted(old_snapshots(path).items())
     return {step: (file, read_arrays(file)) for step, file in by_step}
@@ -309,6 +307,8 @@ class Checkpoint(Run):
             step: weights_from(tensors, self.config, file)
             for step, (file, tensors) in read_snapshots(self.path).items()
         }
+        if not self.kept:
+            require_stated(self.path / SNAPSHOTS, stated_files(self.path))
         return {step: weights.to(self.weights.device) for step, weights in kept.items()}
 
     @property

@@ -1,6 +1,7 @@
 """Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
@@ -207,6 +208,11 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
+def is_own_object(path: Path) -> bool:
+    """True for module:name, such as my_module:model, unless there is a file of that name."""
+    return bool(re.fullmatch(r"[\w.]+:\w+", str(path))) and not os.path.lexists(path)
+
+
 def find_paths(given: dict[str, Any]) -> None:
     """Replace the names of shipped models by their paths, and refuse a path that does not exist before anything is loaded.
 
@@ -216,6 +222,8 @@ def find_paths(given: dict[str, Any]) -> None:
     from mechinterp.checkpoints.shipped import shipped_path
 
     several = "paths" in given
+    if not several and is_own_object(given["path"]):
+        return
     if given.get("predictions") and several and len(given["paths"]) > 1:
         raise ValueError(f"--predictions are those of one file, got {len(given['paths'])} paths.")
     paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
