@@ -115,7 +115,7 @@ def test_it_is_told_in_three_forms_and_an_option_changes_the_answer_or_is_refuse
         usual = {"n_prompts": FEW.get(name, 64), "seed": 0, "settings": settings}
         first = require_forms(name, checkpoint, run_analysis(name, checkpoint, **usual))
         others = OPTIONS | ({"context_length": 6} if kind == "descent" else {})
-        others |= {"n_prompts": 6} if name in FEW else {}
+        others |= {"n_prompts": 8} if name in FEW else {}
         for option, value in others.items():
             answer = run_analysis(name, checkpoint, **usual | {option: value})
             assert dumps(to_json(name, checkpoint, answer)) != first, option
