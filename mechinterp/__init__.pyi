@@ -1,10 +1,7 @@
 """The public names with their types, for editors and type checkers; __init__.py reads them here and loads them when they are first used."""
 
-from mechinterp.analysis.ablation.pruning import fine_tune as fine_tune
+from mechinterp.analysis.ablation.ablate import ablate as ablate
 from mechinterp.analysis.ablation.pruning import prune as prune
-from mechinterp.analysis.ablation.single import ablate as ablate
-from mechinterp.analysis.ablation.single import ablate_heads as ablate_heads
-from mechinterp.analysis.ablation.subsets import ablate_subsets as ablate_subsets
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
 from mechinterp.analysis.learners.compare import compare_learners as compare_learners

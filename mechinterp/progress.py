@@ -58,14 +58,14 @@ def show_progress(callback: ProgressCallback = bar) -> Iterator[None]:
     Args:
         callback: Function of the items of a loop and a text that yields the items; the default draws a bar.
     See also:
-        `ablate_heads`, `prune`, `local_learning_coefficient`.
+        `ablate`, `prune`, `local_learning_coefficient`.
     Example:
-        >>> from mechinterp import ablate_heads, load
+        >>> from mechinterp import ablate, load
         >>> def printed(items, text):
         ...     print(text)
         ...     yield from items
         >>> with show_progress(printed):
-        ...     found = ablate_heads(load("softmax-h2-s0"), n_prompts=64)
+        ...     found = ablate(load("softmax-h2-s0"), n_prompts=64)
         masking heads (zero)
     """
     token = _DISPLAY.set(_Display(callback))

@@ -28,7 +28,7 @@ from mechinterp.analysis.multi_layer.composition import composition_scores
 from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
-from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.checkpoint import checkpoint_of, save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
@@ -192,6 +192,12 @@ def pruned(case: Case) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def trained_on(case: Case) -> object:
+    few = ["train.steps=2", "train.n_eval_prompts=16", "train.batch_size=16"]
+    config = mi.override(checkpoint_of(case.source, "start").config, *few, "train.optimizer=adam")
+    return mi.train(config, out=case.folder / "longer", start=case.source)
+
+
 def page(case: Case, write: Callable[..., object]) -> str:
     return write(case.source, case.folder / write.__name__, n_prompts=64).page.read_text()
 
@@ -208,17 +214,17 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
     "composition_scores": lambda c: composition_scores(c.source),
     "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),
-    "ablate_heads": lambda c: mi.ablate_heads(c.source, c.prompts()),
-    "ablate_subsets": lambda c: mi.ablate_subsets(c.source, c.prompts()),
-    "ablate_heads pairs": lambda c: mi.ablate_heads(c.source, c.prompts(), sets="pairs"),
-    "ablate_heads greedy": lambda c: mi.ablate_heads(c.source, c.prompts(), sets="greedy"),
-    "ablate_heads positions": lambda c: mi.ablate_heads(
-        c.source, c.prompts()[:16], positions="all"
-    ),
-    "ablate_heads mlps": lambda c: mi.ablate_heads(c.source, c.prompts(), mlps=True),
+    "ablate heads": lambda c: mi.ablate(c.source, c.prompts(), what="heads"),
+    "ablate": lambda c: mi.ablate(c.source, c.prompts()),
+    "ablate subsets": lambda c: mi.ablate(c.source, c.prompts(), what="subsets"),
+    "ablate shapley": lambda c: mi.ablate(c.source, c.prompts(), what="shapley"),
+    "ablate pairs": lambda c: mi.ablate(c.source, c.prompts(), what="pairs"),
+    "ablate greedy": lambda c: mi.ablate(c.source, c.prompts(), what="greedy"),
+    "ablate positions": lambda c: mi.ablate(c.source, c.prompts()[:16], what="positions"),
+    "ablate mlps": lambda c: mi.ablate(c.source, c.prompts(), what="mlps"),
     "prune": lambda c: mi.prune(c.source, c.prompts(), rule=best_head_later),
     "save_pruned": pruned,
-    "fine_tune": lambda c: mi.fine_tune(c.source, c.all_heads, c.prompts(), steps=2),
+    "train start": trained_on,
     "probe": lambda c: mi.probe(c.source, c.prompts()),
     "p_probe": lambda c: mi.p_probe({"model": c.source}, c.prompts(), steps=4),
     "patch_activations": lambda c: mi.patch_activations(
@@ -232,7 +238,7 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     ),
     "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
-    "over_steps": lambda c: mi.over_steps(c.source, "ablate-heads", n_prompts=64),
+    "over_steps": lambda c: mi.over_steps(c.source, "ablate", what="heads", n_prompts=64),
     "linear_components": lambda c: mi.linear_components(c.source),
     "local_learning_coefficient": lambda c: mi.local_learning_coefficient(
         c.source, chains=SHORTEST_CHAINS, n_prompts=16

@@ -16,7 +16,7 @@ from tests.test_doors import deep_softmax, gpt2_file
 PACKAGE = Path(__file__).parents[1] / "mechinterp"
 
 FLOORS = (
-    *("version", "rooms", "fields", "progress", "config", "presets", "memory"),
+    *("version", "rooms", "fields", "progress", "interrupts", "config", "presets", "memory"),
     *("paper", "display", "figures", "heatmaps"),
     *(
         "theory",

@@ -23,7 +23,7 @@ from analyses.sparse.fairness import (
 from analyses.sparse.questions import Numbers, of_row, verdicts
 from analyses.sparse.setting import typical_ratio, unseen
 from analyses.sparse.start import config_of, start_of, step_sizes
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for

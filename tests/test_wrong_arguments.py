@@ -12,7 +12,7 @@ from torch import nn
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     attribute_edges,
     circuits,
     classify,
@@ -80,11 +80,11 @@ REFUSED = {
         ["model must be a mapping", "{'norm': 'before'}", "got ['norm=before']"],
     ),
     "no sum of streams": (
-        lambda: attribute_edges(hooked(), n_prompts=4),
+        lambda: attribute_edges(hooked(), n_prompts=8),
         ["model must have a residual stream that is the sum", "layer 0"],
     ),
     "no such hook": (
-        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=4),
+        lambda: patch_activations(hooked(), activation="attn_out", n_prompts=8),
         ["hook blocks.0."],
     ),
     "a hooked module for the hub": (
@@ -232,7 +232,7 @@ def test_a_compiled_module_is_hooked_without_it(form):
     model = hooked(form(encoder()))
     assert repr(model) == repr(expected)
     torch.testing.assert_close(model.predict(prompts), expected.predict(prompts))
-    found, rises = (ablate_heads(each, prompts).rise for each in (model, expected))
+    found, rises = (ablate(each, prompts, what="heads").rise for each in (model, expected))
     torch.testing.assert_close(*map(torch.from_numpy, (found, rises)))
     assert (abs(rises) > 0).all()
 

@@ -14,7 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from analyses.lib import Measured
 from analyses.lib.measured import ROOT
-from mechinterp import ablate_heads, attribute_edges, circuit_faithfulness, load
+from mechinterp import ablate, attribute_edges, circuit_faithfulness, load
 from mechinterp.analysis.patching.edges import EdgeEffects
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ def rankings(
         frame = found.to_frame().set_index(["from", "to"])
         scores = pd.DataFrame({"patched": frame["patched"]}) if scores is None else scores
         scores[method] = frame["estimate"].abs()
-    rise = ablate_heads(model, clean).rise
+    rise = ablate(model, clean, what="heads").rise
     rises = {f"L{layer}H{head}": value for (layer, head), value in np.ndenumerate(rise)}
     scores = scores.reset_index()
     heads = scores["from"], scores["to"].str.partition(".")[0]

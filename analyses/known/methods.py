@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from analyses.lib import Measured
-from mechinterp import ablate_heads, classify, name_algorithm
+from mechinterp import ablate, classify, name_algorithm
 from mechinterp.analysis.patching.edges import estimated_effects, noted_run
 from mechinterp.analysis.patching.pairing import Pair
 from mechinterp.known import Entry, Suite, score, suite
@@ -64,7 +64,8 @@ def head_attribution(pair: Pair, steps: int) -> np.ndarray:
 
 def ablation(entry: Entry, *, method: str) -> Answer:
     """Rise of the squared error when a head is masked."""
-    return by_heads(entry, ablate_heads(entry.checkpoint, entry.pairs[0], method=method).rise)
+    found = ablate(entry.checkpoint, entry.pairs[0], what="heads", method=method)
+    return by_heads(entry, found.rise)
 
 
 def attention_weight(entry: Entry) -> Answer:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp import ablate_subsets, attribute_edges, predictor_of
+from mechinterp import ablate, attribute_edges, predictor_of
 from mechinterp.analysis.patching.pairing import COMPONENTS, Pair, put
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
@@ -87,7 +87,7 @@ def _added(own: Tensor, hook: object, *, more: Tensor) -> Tensor:
 
 def shapley(model: Checkpoint, prompts: Prompts) -> tuple[np.ndarray, float]:
     """Shapley value of each head of one layer for the excess risk, and the largest difference to `shapley_again`."""
-    found = ablate_subsets(model, prompts).shapley[None]
+    found = ablate(model, prompts, what="shapley").grid("shapley")
     return found, _difference(found, shapley_again(model, prompts))
 
 

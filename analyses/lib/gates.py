@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import heatmaps
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.stats import halves
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.icl.prompts import Prompts
@@ -122,7 +122,7 @@ def learn_gates(
         negative log-likelihood.
         The scores, the pressure and the limit are choices made here.
     See also:
-        `prune`, `ablate_heads`.
+        `prune`, `ablate`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, draw_prompts
@@ -138,7 +138,7 @@ def learn_gates(
         raise ValueError(f"steps must be >= 1, got {steps}.")
     predictor = predictor_of(source)
     fitted, measured = halves(prompts)
-    alone = ablate_heads(predictor, measured)
+    alone = ablate(predictor, measured, what="heads")
     start = torch.full(
         (predictor.n_layers, predictor.n_heads), LIMIT, dtype=torch.float64, device="cpu"
     )

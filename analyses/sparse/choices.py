@@ -13,7 +13,7 @@ import pandas as pd
 from analyses.lib import Measured, record
 from analyses.sparse.setting import NOISES, NOTE, SEVERAL, prompts_of, ratio, shipped, trained
 from mechinterp import Prompts
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.stats import halves
 
 LATER = 3  # layers after the first

@@ -16,8 +16,8 @@ from analyses.lib import Measured, Record, record
 from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from analyses.sparse.questions import Numbers
-from mechinterp import Prompts, ablate_heads
-from mechinterp.analysis.ablation.masked_risk import HeadAblation
+from mechinterp import Prompts, ablate
+from mechinterp.analysis.ablation.ablate import Ablation, effective_number
 from mechinterp.analysis.stats import halves
 
 MEAN_PROMPTS, SAMPLES = 1024, 100
@@ -27,7 +27,7 @@ MEAN_PROMPTS, SAMPLES = 1024, 100
 class Spread:
     """Distribution of one model's work over the heads of each layer."""
 
-    found: HeadAblation
+    found: Ablation
     """Ablation of single heads, on all prompts."""
     effective: ask.EffectiveHeads
     tops: np.ndarray
@@ -54,7 +54,7 @@ class Spread:
 def drawn(rises: np.ndarray) -> np.ndarray:
     """Effective heads by medians for bootstrap samples of the prompts, [sample, layer]."""
     rows = np.random.default_rng(0).integers(len(rises), size=(SAMPLES, len(rises)))
-    return np.array([ask.effective_number(np.median(rises[row], axis=0)) for row in rows])
+    return np.array([effective_number(np.median(rises[row], axis=0)) for row in rows])
 
 
 def spread(name: str, prompts: Prompts) -> Spread:
@@ -62,7 +62,9 @@ def spread(name: str, prompts: Prompts) -> Spread:
     scored, measured = halves(prompts)
     _, tops = ask.spread(model, ask.rises(model, scored), measured)
     rises = ask.rises_of(model, prompts)
-    return Spread(ablate_heads(model, prompts), ask.effective_heads(rises), tops, drawn(rises))
+    return Spread(
+        ablate(model, prompts, what="heads"), ask.effective_heads(rises), tops, drawn(rises)
+    )
 
 
 def heads_frame(found: Spread) -> pd.DataFrame:
@@ -93,7 +95,9 @@ def measure(quick: bool) -> Measured:
         for name in at.shipped(noise, at.SEVERAL).values():
             found[name] = spread(name, prompts)
             zero = found[name].found
-            mean = ablate_heads(at.trained(name).model, prompts[:MEAN_PROMPTS], method="mean")
+            mean = ablate(
+                at.trained(name).model, prompts[:MEAN_PROMPTS], what="heads", method="mean"
+            )
             frames_by_method = {"zero": heads_frame(found[name]), "mean": mean.to_frame()}
             frames[name] = at.frames_of(frames_by_method, "method")
             pages |= {f"{name}-rise": zero.plot(), f"{name}-importance": zero.plot_importance()}

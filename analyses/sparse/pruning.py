@@ -15,16 +15,17 @@ import pandas as pd
 
 from analyses.lib import Measured, Record, record, records
 from analyses.sparse import setting as at
+from analyses.sparse.crossed import Crossed, crossed
 from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
-from mechinterp import Prompts, ablate_heads, figures, prune
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.pruning import Pruning
+from mechinterp import Prompts, ablate, figures
+from mechinterp.analysis.ablation.measured import masked_errors
+from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, least_head_later
 from mechinterp.analysis.stats import halves, mean_and_sem
 
 RULES = {
-    "best later": "best-later",
-    "least later": "least-later",
-    "best first": "best-first",
+    "best later": best_head_later,
+    "least later": least_head_later,
+    "best first": best_head_first,
 }
 AS_IS = ("risk", "risk_sem", "ratio", "ratio_sem")
 COSTS = (*AS_IS, *(f"refit_{name}" for name in AS_IS), "carried_by_few")
@@ -42,7 +43,7 @@ def kept_curve(name: str, rise: np.ndarray, prompts: Prompts, single: np.ndarray
     return pd.DataFrame(rows, columns=KEPT, dtype=float).assign(kept_later=sizes)
 
 
-def cost_rows(found: Mapping[str, Pruning], full: np.ndarray) -> pd.DataFrame:
+def cost_rows(found: Mapping[str, Crossed], full: np.ndarray) -> pd.DataFrame:
     """Costs of rules, as means and as medians over prompts.
 
     Args:
@@ -56,7 +57,7 @@ def cost_rows(found: Mapping[str, Pruning], full: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def to_single(found: Pruning, single: np.ndarray) -> tuple[Pair, float]:
+def to_single(found: Crossed, single: np.ndarray) -> tuple[Pair, float]:
     """Risk with a new read-out relative to the one-head model, and the ratio of medians without a
     new read-out; cross-fitted."""
     median = np.median(found.choices.crossed(found.errors)) / np.median(single)
@@ -69,7 +70,7 @@ def errors_of(name: str, prompts: Prompts) -> np.ndarray:
     return masked_errors(at.trained(name).model, prompts, [[]])[:, 0]
 
 
-def often(found: Pruning) -> str:
+def often(found: Crossed) -> str:
     """Heads of the pruned layers, and how often each is chosen."""
     lost = ~found.kept.all(1)
     heads = [(layer, head) for layer, head in np.argwhere(found.chosen > 0) if lost[layer]]
@@ -80,9 +81,9 @@ def one_model(name: str, prompts: Prompts) -> tuple[pd.DataFrame, tuple[Pair, fl
     """Costs of the rules and of keeping more heads; and the first rule relative to a single head."""
     model, (scored, measured) = at.trained(name).model, halves(prompts)
     full, alone = (errors_of(one, prompts) for one in (name, at.single_of(name)))
-    found = {how: prune(model, prompts, rule=rule) for how, rule in RULES.items()}
+    found = {how: crossed(model, prompts, rule) for how, rule in RULES.items()}
     costs, beside = cost_rows(found, full), to_single(found["best later"], alone)
-    rise = ablate_heads(model, scored).rise
+    rise = ablate(model, scored, what="heads").rise
     curve = kept_curve(name, rise, measured, alone[-len(measured) :])
     return pd.concat([costs, curve.assign(rule="best later, kept")]), beside
 

@@ -17,15 +17,11 @@ from analyses.sparse.setting import TARGETS
 from mechinterp import (
     ICLTransformer,
     Prompts,
-    ablate_heads,
+    ablate,
     probe,
 )
-from mechinterp.analysis.ablation.masked_risk import (
-    HeadAblation,
-    layer_shares,
-    masked_errors,
-    single_masks,
-)
+from mechinterp.analysis.ablation.ablate import Ablation, effective_number
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
 from mechinterp.analysis.probing.p_probe import IDEAL, RAW, descent_curves
 from mechinterp.analysis.probing.targets import reweighted
@@ -56,15 +52,15 @@ def refit_risks(model: ICLTransformer, prompts: Prompts, gone: list[Head]) -> np
 
 def rises(model: ICLTransformer, scored: Prompts) -> np.ndarray:
     """Rise of the excess risk when a head is masked, [layer, head]."""
-    return ablate_heads(model, scored).rise
+    return ablate(model, scored, what="heads").rise
 
 
 def spread(
     model: ICLTransformer, rise: np.ndarray, measured: Prompts
-) -> tuple[HeadAblation, np.ndarray]:
+) -> tuple[Ablation, np.ndarray]:
     """Ablation of single heads, and the share of the head of each layer that was best on other
     prompts."""
-    found = ablate_heads(model, measured)
+    found = ablate(model, measured, what="heads")
     return found, np.take_along_axis(found.importance, rise.argmax(1)[:, None], 1)[:, 0]
 
 
@@ -89,16 +85,11 @@ class EffectiveHeads:
         return frame.rename_axis("layer").reset_index()
 
 
-def effective_number(rise: np.ndarray) -> np.ndarray:
-    """Effective heads of each layer, [..., layer], from rises [..., layer, head]; 0 if no head counts."""
-    shares = layer_shares(rise)
-    logs = np.log(np.where(shares > 0, shares, 1))
-    return np.where(shares.any(-1), np.exp(-(shares * logs).sum(-1)), 0.0)
-
-
 def rises_of(model: ICLTransformer, prompts: Prompts) -> np.ndarray:
     """Rise of each prompt's risk when each head is masked, [prompt, layer, head]."""
-    return single_masks(model, prompts)[1]
+    predictor = predictor_of(model)
+    errors = masked_errors(predictor, prompts, [[], *([head] for head in predictor.heads)])
+    return (errors[:, 1:] - errors[:, :1]).reshape(len(errors), predictor.n_layers, -1)
 
 
 def effective_heads(rises: np.ndarray) -> EffectiveHeads:
@@ -171,7 +162,7 @@ def over_training(checkpoint: Checkpoint, prompts: Prompts) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for step, weights in sorted(checkpoint.snapshots.items()):
         model = ICLTransformer.from_weights(weights, task=checkpoint.task)
-        found = ablate_heads(model, prompts)
+        found = ablate(model, prompts, what="heads")
         row = {"step": step, "risk": found.full_risk, "shares_1": as_text(found.importance[0])}
         effective = effective_heads(rises_of(model, prompts))
         for layer, (number, sem) in enumerate(zip(effective.number, effective.sem, strict=True), 1):

@@ -12,7 +12,7 @@ import pandas as pd
 from analyses.lib import Measured, Record, records
 from analyses.sparse import setting as at
 from mechinterp import figures
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.stats import mean_and_sem
 
 LENGTHS = (8, 16, 24, 32, 40)

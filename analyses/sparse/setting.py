@@ -16,7 +16,7 @@ import torch
 from analyses.lib import Record, records
 from analyses.lib.measured import ROOT
 from analyses.lib.theory.learners import lasso
-from mechinterp import Prompts, TaskConfig, ablate_heads
+from mechinterp import Prompts, TaskConfig, ablate
 from mechinterp.analysis.ablation.pruning import best_head_later
 from mechinterp.analysis.probing.targets import preconditioned, reweighted
 from mechinterp.analysis.stats import RESAMPLES, carried_by_few, ratio_and_sem
@@ -192,4 +192,4 @@ def frames_of(frames: Mapping[str, pd.DataFrame], column: str = "model") -> pd.D
 def best_later_on(name: str, scored: Prompts) -> np.ndarray:
     """Mask that keeps all heads of the first layer and the best head of each later layer, chosen on
     these prompts."""
-    return best_head_later(ablate_heads(trained(name).model, scored).rise)
+    return best_head_later(ablate(trained(name).model, scored, what="heads").rise)

@@ -10,12 +10,13 @@ import numpy as np
 import pandas as pd
 
 from analyses.lib import Measured, Record, records
+from analyses.sparse.crossed import crossed
 from analyses.sparse.heads import heads_frame, spread, spread_records
 from analyses.sparse.probes import written
 from analyses.sparse.pruning import ASKED, RULES, cost_records, cost_rows, errors_of
 from analyses.sparse.setting import TARGETS, against, frames_of, ratio, rivals, trained, unseen
-from mechinterp import Prompts, p_probe, probe, prune
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp import Prompts, p_probe, probe
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.probing.p_probe import RAW
 from mechinterp.analysis.stats import mean_and_sem
 
@@ -38,7 +39,7 @@ def beaten(found: dict[str, np.ndarray], n_prompts: int) -> list[Record]:
 
 
 def pruned(prompts: Prompts) -> tuple[pd.DataFrame, list[Record]]:
-    found = {name: prune(trained(NAME).model, prompts, rule=RULES[name]) for name in ASKED}
+    found = {name: crossed(trained(NAME).model, prompts, RULES[name]) for name in ASKED}
     costs = cost_rows(found, errors_of(NAME, prompts))
     return costs, cost_records({NAME: costs}, len(prompts), note=SEED, suffix="-wide")
 

@@ -259,7 +259,7 @@ def over_steps(
     Raises:
         ValueError: If the source has no snapshots, or as the analysis does.
     See also:
-        `classify`, `ablate_heads`, `history`, `load`.
+        `classify`, `ablate`, `history`, `load`.
     Example:
         >>> from mechinterp import load
         >>> over_steps(load("checkpoints/softmax-h2-s0"), "classify", n_prompts=64)

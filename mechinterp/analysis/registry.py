@@ -9,7 +9,7 @@ my_module:mine MODEL`."""
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
@@ -180,6 +180,8 @@ class Analysis:
     """Title of its section; empty: its name."""
     steps_on_page: Needs = never
     """Models with snapshots whose page shows the analysis at every saved step by default."""
+    step_settings: Mapping[str, object] = field(default_factory=dict)
+    """Arguments at the saved steps, where an overview would take too long."""
 
     @property
     def name(self) -> str:
@@ -272,11 +274,12 @@ ENTRIES = (
         steps_on_page=every_position,
         title="Loss over the number of examples",
     ),
-    Analysis("ablation.single:ablate", on_page=nothing, title="Head ablation"),
     Analysis(
-        "ablation.single:ablate_heads",
+        "ablation.ablate:ablate",
+        on_page=nothing,
+        title="Head ablation",
         steps_on_page=more_than_attention,
-        title="Ablation of single heads",
+        step_settings={"what": "heads"},
     ),
     Analysis(
         "ablation.pruning:prune",

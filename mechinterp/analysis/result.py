@@ -137,8 +137,8 @@ def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
     standard error of `rise`. "unit of the metric" stands for the field `unit` of the result.
 
     Example:
-        >>> from mechinterp.analysis.ablation.masked_risk import PairAblation
-        >>> meanings(PairAblation, ["head", "interaction_sem"])["head"]
+        >>> from mechinterp.analysis.ablation.ablate import Ablation
+        >>> meanings(Ablation, ["head", "interaction_sem"])["head"]
         'Number of the head, from 0.'
     """
     known = dict(TEXTS["columns"])

@@ -203,18 +203,3 @@ def halves(samples: Samples) -> tuple[Samples, Samples]:
         raise ValueError(f"Choosing and measuring need at least 4 prompts, got {len(samples)}.")
     middle = len(samples) // 2
     return samples[:middle], samples[middle:]
-
-
-def random_halves(n_prompts: int, splits: int) -> Bool[np.ndarray, "half prompt"]:
-    """Masks of random halves, two rows per random order: one half and its complement.
-
-    Raises:
-        ValueError: If there are fewer than four prompts, or `splits` is below 1.
-    """
-    if splits < 1:
-        raise ValueError(f"splits must be >= 1, got {splits}.")
-    generator = np.random.default_rng(0)
-    orders = (generator.permutation(n_prompts).argsort() for _ in range(splits))
-    return np.array(
-        [np.isin(np.arange(n_prompts), half) for order in orders for half in halves(order)]
-    )

@@ -23,6 +23,7 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.card import card_of, training_in_words
 from mechinterp.checkpoints.native.folder import (
     FILES,
+    HISTORY,
     SNAPSHOTS,
     WEIGHTS,
     Outline,
@@ -31,6 +32,9 @@ from mechinterp.checkpoints.native.folder import (
     old_snapshots,
     read_document,
     require_new,
+    require_stated,
+    sha256_of,
+    stated_files,
 )
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
@@ -115,7 +119,10 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     """
     file = path / SNAPSHOTS
     if file.exists():
-        return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
+        snapshots = {step: (file, tensors) for step, tensors in _unstacked(file).items()}
+        require_stated(file, stated_files(path))
+        return snapshots
+    require_stated(file, stated_files(path))
     by_step = sorted(old_snapshots(path).items())
     return {step: (file, read_arrays(file)) for step, file in by_step}
 
@@ -427,6 +434,7 @@ def load(path: str | Path) -> Checkpoint:
     document, config = read_document(document_file(path))
     file = path / WEIGHTS
     weights = weights_from(read_arrays(file), config, file)
+    require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
     return Checkpoint(path, config, weights=weights, **stated)
 
@@ -454,7 +462,6 @@ def save(
     path = Path(path)
     require_fit(path, weights, config)
     kept = {at: state_dict(snapshot) for at, snapshot in (snapshots or {}).items()}
-    text = json.dumps(document_of(config, step=step, assumed=assumed, origin=origin), indent=2)
     if not shared:
         require_new(path)
     names = FILES if shared else None
@@ -463,5 +470,8 @@ def save(
             claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
         claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))
         if history is not None:
-            claim.write("history.parquet", partial(history.to_parquet, index=False))
-        claim.write("config.json", lambda file: file.write_text(f"{text}\n"))
+            claim.write(HISTORY, partial(history.to_parquet, index=False))
+        files = {name: sha256_of(file) for name, file in claim.waiting.items()}
+        document = document_of(config, step=step, assumed=assumed, origin=origin, files=files)
+        text = json.dumps(document, indent=2) + "\n"
+        claim.write("config.json", lambda file: file.write_text(text, encoding="utf-8"))

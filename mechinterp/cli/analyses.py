@@ -47,7 +47,7 @@ def command_of(name: str, text: str) -> Callable[..., None]:
 
 ablate = command_of(
     "ablate",
-    "Mask every head, and every subset of heads in one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0",
+    "Mask every head alone, every layer, and every subset of the heads of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0",
 )
 probe = command_of(
     "probe",
@@ -69,21 +69,17 @@ def prune(
     rule: Annotated[
         Literal["best-later", "least-later", "best-first"], option("--rule", "Heads to keep.")
     ] = "best-later",
-    fine_tune: Annotated[
-        int | None,
-        option("--fine-tune", "Number of updates for training of the pruned model.", min=1),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option("--out", "New folder for the pruned model, with the heads chosen on all prompts."),
-    ] = None,
+    refit: Annotated[
+        bool, option("--refit", "Also with a new read-out, fitted to the pruned model.")
+    ] = False,
+    out: Annotated[Path | None, option("--out", "New folder for the pruned model.")] = None,
     *,
     request: Request,
     files: Files,
 ) -> None:
     """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
     pruned"""
-    settings = {"rule": rule, "fine_tune_steps": fine_tune, "out": out}
+    settings = {"rule": rule, "refit": refit, "out": out}
     show("prune", path, request, files, settings)
 
 

@@ -7,7 +7,7 @@ on the same prompts.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, reduce
+from functools import reduce
 
 import numpy as np
 import torch
@@ -169,7 +169,7 @@ class Prompts:
     def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> "Prompts":
         return self._each(lambda tensor: tensor[rows])
 
-    @cached_property
+    @property
     def context_tokens(self) -> Float[Tensor, "batch context d_model"]:
         """The pairs as tokens (x, y)."""
         return torch.cat([self.x, self.y], dim=-1)
@@ -217,6 +217,19 @@ class Prompts:
         """The same prompts on another device or in another dtype."""
         return self._each(lambda tensor: tensor.to(target))
 
+    def distinct(self) -> "Prompts":
+        """The prompts without repetitions: the first of all rows with the same pairs in the same order and the same query.
+
+        Example:
+            >>> prompts = draw_prompts(TaskConfig(d_x=3), 8)
+            >>> prompts[torch.arange(32) % 8].distinct()
+            Prompts(8 of 40 pairs, d_x=3, d_y=1, torch.float32)
+            >>> prompts.distinct() is prompts
+            True
+        """
+        rows = distinct_rows(self)
+        return self if len(rows) == len(self) else self[rows]
+
     def shortened(self, context_length: int) -> "Prompts":
         """The same prompts with their first `context_length` pairs only.
 
@@ -254,6 +267,16 @@ class Prompts:
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Prompts(**{n: None if v is None else change(v) for n, v in values.items()})  # type: ignore[arg-type]
+
+
+def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
+    """Rows of prompts without repetitions; of several prompts, rows that are equal in all of them are repetitions."""
+    first = prompts[0].x_query
+    if len({row.tobytes() for row in first.numpy(force=True)}) == len(first):
+        return torch.arange(len(first), device=first.device)
+    tokens = np.concatenate([each.tokens.flatten(1).numpy(force=True) for each in prompts], axis=1)
+    rows = {row.tobytes(): at for at, row in reversed(list(enumerate(tokens)))}
+    return torch.tensor(sorted(rows.values()), device=first.device)
 
 
 def _tensor(name: str, values: ArrayLike) -> Tensor:

@@ -5,15 +5,27 @@ numba has no such type. This module defines it, with arithmetic, loads, stores a
 
 # mypy: no-check-untyped-defs
 import operator
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
 from inspect import unwrap
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import config
 from numba.core.typeconv import Conversion
 from numba.core.typing.templates import ConcreteTemplate, Signature, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, lower_cast, models, register_model
+from torch import Tensor
+
+from mechinterp.config import SCORES
 
 LANES = 32
+CLOSE = 1e-3
+"""Largest difference between the compiled step and the tensor operations, relative to the largest entry."""
 
 
 class LanesType(types.Type):
@@ -146,6 +158,29 @@ def total(_context, value):
     return types.float32(lanes), code
 
 
+def code_digest() -> str:
+    """Digest of all code of training, and of the list of scores: compiled code of any other digest is not used."""
+    folder = Path(__file__).parent
+    texts = (file.read_bytes() for file in sorted(folder.rglob("*.py")))
+    return sha256(b"".join(texts) + repr(SCORES).encode()).hexdigest()[:16]
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Writable folder for compiled code of the present digest; None if there is none.
+
+    numba itself looks at the file of the entry function alone, so that a change in another file would leave the old code.
+    """
+    own = [Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "mechinterp"]
+    for parent in [Path(config.CACHE_DIR)] if config.CACHE_DIR else own:
+        folder = parent / f"kernels-{code_digest()}"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                return folder
+    return None
+
+
 def compiled(signature: Signature | None = None):
     """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable."""
 
@@ -153,14 +188,31 @@ def compiled(signature: Signature | None = None):
 
     def decorate(function):
         function = unwrap(function)  # the test run wraps functions to check their types
-        try:
-            return njit(signature, cache=signature is not None, **settings)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
+        folder, before = cache_folder() if signature else None, config.CACHE_DIR
+        if folder is None:
             return njit(signature, **settings)(function)
+        config.CACHE_DIR = str(folder)
+        try:
+            return njit(signature, cache=True, **settings)(function)
+        finally:
+            config.CACHE_DIR = before
 
     return decorate
+
+
+def require_close(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Refuse a compiled step that differs from the tensor operations.
+
+    Raises:
+        ValueError: If a tensor differs by more than 1e-3 of its largest entry.
+    """
+    for one, other in zip(found, expected, strict=True):
+        error, largest = (one.double() - other.double()).abs().max(), other.abs().max()
+        if not error <= CLOSE * largest:
+            raise ValueError(
+                f"the compiled step of {name} must agree with the tensor operations to {CLOSE}, got an error of "
+                f"{error:.3g} of {largest:.3g}: delete its folder, {cache_folder()}, and start again."
+            )
 
 
 @compiled()

@@ -353,7 +353,7 @@ def _is_occupied(target: Path) -> bool:
 
 def _final_loss(folder: Path) -> float:
     document, config = read_document(document_file(folder))
-    history = read_history(folder, config, document["step"])
+    history = read_history(folder, config, document["step"], document["files"])
     return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
 
 

@@ -112,7 +112,7 @@ def test_a_bridge_has_entropies_and_no_random_weights():
 
 def test_a_hook_of_the_user_counts(prompts: Prompts):
     checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
-    model, few = checkpoint.model, prompts[:4].to(torch.float32)
+    model, few = checkpoint.model, prompts[:8].to(torch.float32)
     even = [
         ("blocks.0.attn.hook_attn_scores", lambda scores, hook: 0 * scores.nan_to_num(neginf=0))
     ]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.pruning import SPLITS, best_head_first, prune
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
+from mechinterp.analysis.ablation.pruning import best_head_first, prune
 from mechinterp.analysis.probing.p_probe import descent_curves
 from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.probing.targets import reweighted
-from mechinterp.analysis.stats import random_halves
+from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import descend, excess_risk, preprocess_then_optimise
@@ -47,7 +47,7 @@ def few(prompts):
 
 @pytest.fixture(scope="module")
 def ablation(model, few):
-    return ablate_heads(model, few)
+    return ablate(model, few, what="heads")
 
 
 def closed_form(prompts, coordinates=range(D_X)):
@@ -91,11 +91,10 @@ def test_pruning_the_first_layer_ruins_the_model(model, few):
     full = closed_form(few, range(16))[STEPS].numpy()
     alone = [closed_form(few, [head])[STEPS].numpy() for head in range(16)]
     without = [closed_form(few, others(head))[STEPS].numpy() for head in range(16)]
-    errors = np.zeros(len(few))
-    for half in random_halves(len(few), SPLITS):
-        best = np.argmax([(one - full)[half].mean() for one in without])
-        errors += ~half * alone[best] / SPLITS
-    assert found.risk == pytest.approx(errors.mean(), rel=1e-9)
+    chosen_on, measured = halves(np.arange(len(few)))
+    best = np.argmax([(one - full)[chosen_on].mean() for one in without])
+    assert found.kept[0].tolist() == [head == best for head in range(16)]
+    assert found.risk == pytest.approx(alone[best][measured].mean(), rel=1e-9)
     # Where all 16 coordinates leave half of the signal, one leaves nearly all.
     assert found.ratio - 2 * found.ratio_sem > 1.3
 

@@ -41,7 +41,7 @@ KINDS = {
 }
 
 
-def drawn(step: int, n_prompts: int = 3) -> Prompts:
+def drawn(step: int, n_prompts: int = 8) -> Prompts:
     generator = generator_for(0, "eval", step)
     return draw_prompts(TASK, n_prompts, generator=generator, context_length=6, dtype=torch.float64)
 
@@ -61,10 +61,10 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
         (one, two): (i, j)
         for (i, one), (j, two) in product(enumerate(found.senders), enumerate(found.receivers))
     }
-    expected = np.zeros((3, *found.estimate.shape))
+    expected = np.zeros((8, *found.estimate.shape))
     if model.cfg.attn_only:
         model.set_use_zero_mlp(True)
-    for row in range(3):
+    for row in range(8):
         pair = [model.tokens(each[row : row + 1]) for each in (clean, corrupted)]
         with model.numbered(*pair) as ids:
             scores = attribution_patch(
@@ -85,7 +85,7 @@ def test_estimates_at_one_point_are_transformer_lens(model: ICLTransformer):
     largest = np.abs(expected).max()
     assert largest > 0
     np.testing.assert_allclose(found.estimate[edges], expected.mean(0)[edges], atol=1e-9 * largest)
-    sem = expected.std(axis=0, ddof=1)[edges] / 3**0.5
+    sem = expected.std(axis=0, ddof=1)[edges] / 8**0.5
     np.testing.assert_allclose(found.estimate_sem[edges], sem, atol=1e-9 * largest)
     between = attribute_edges(model, clean, corrupted=corrupted, metric=first_response)
     assert np.isfinite(between.estimate).sum() == 3 * 3 * 4
@@ -120,7 +120,7 @@ def test_integrated_gradients_are_those_along_the_way():
     effects = []
     model.set_use_split_qkv_input(True)
     for share in (1 / 6, 3 / 6, 5 / 6):
-        size = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        size = torch.zeros(8, dtype=torch.float64, requires_grad=True)
 
         def add(values, hook, size=size):
             values = values.clone()
@@ -189,11 +189,11 @@ def test_rank_correlation():
 
 
 def test_a_layer_without_norms_is_a_sum_and_other_streams_are_refused():
-    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=4)
+    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=8)
     assert np.isfinite(found.patched).sum() == 3 * 2 * 2
     for module in (Layers(nn.LayerNorm(8)), Layers(nn.Identity(), outside=True)):
         with refused("stream"):
-            attribute_edges(hook_module(module, task=TASK), n_prompts=4)
+            attribute_edges(hook_module(module, task=TASK), n_prompts=8)
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_one_layer_has_edges_from_the_input_and_to_the_output_that_add_up():
         (2, {"nodes": "mlps"}, (), ["nodes", "heads, all", "mlps"]),
         (2, {"ig_steps": 0}, (), ["ig_steps", 0]),
         (1, {}, (), ["at least 2 layers"]),
-        (2, {}, (3, 2), ["same shape", "[3"]),
-        (2, {}, (1, 1), ["prompts", 2, 1]),
+        (2, {}, (9, 8), ["same shape", "[9"]),
+        (2, {}, (1, 1), ["prompts", 8, 1]),
     ],
 )
 def test_what_has_no_edges_is_refused(layers: int, settings: dict, prompts: tuple, words: list):
@@ -237,7 +237,7 @@ def two_heads(**architecture: object) -> ICLTransformer:
 
 
 def pair_of(model: ICLTransformer, nodes: str) -> Pair:
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     return Pair.of(predictor_of(model).hooked, *prompts, nodes=nodes)
 
 
@@ -304,7 +304,7 @@ def test_a_circuit_is_a_plain_forward_pass_over_its_edges(nodes: str):
 
 def test_a_good_order_is_more_faithful_than_its_reverse():
     model = two_heads()
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=64, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=84, seed=0)
     clean, corrupted = prompts
     frame = attribute_edges(model, clean, corrupted=corrupted).to_frame()
     good, bad = (
@@ -326,7 +326,7 @@ def test_areas_of_straight_lines():
 
 def test_a_circuit_survives_a_csv_file(tmp_path):
     model = two_heads(d_mlp=5)
-    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     for nodes in ("heads", "all"):
         edges = attribute_edges(model, clean, corrupted=corrupted, nodes=nodes)
         circuit = edges.circuit(5)
@@ -391,7 +391,7 @@ def test_no_circuit_is_nearer_to_the_model_than_the_model_itself():
 
 def test_circuits_that_are_not_of_the_model_are_refused():
     model = two_heads()
-    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     edges = attribute_edges(model, clean, corrupted=corrupted)
     frame = edges.circuit()
 
@@ -425,18 +425,18 @@ def test_circuits_that_are_not_of_the_model_are_refused():
         (lambda m, p: circuit_faithfulness(m, None, 4), ["prompts must be Prompts", "n_prompts="]),
         (lambda m, p: attribute_edges(m, SHORT), ["prompts must be Prompts", "task="]),
         (lambda m, p: attribute_edges(m, p, corrupted=4), ["corrupted must be Prompts"]),
-        (lambda m, p: attribute_edges(m, p, metric=lambda y, p: y), ["metric", "[6]", "[6, 1]"]),
+        (lambda m, p: attribute_edges(m, p, metric=lambda y, p: y), ["metric", "[8]", "[8, 1]"]),
     ],
 )
 def test_arguments_of_another_type_are_refused(call: Callable, words: list[str]):
     with refused(*words):
-        call(two_heads(), clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)[0])
+        call(two_heads(), clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)[0])
 
 
 def test_drawn_prompts_follow_the_given_law():
     model = two_heads()
-    found = attribute_edges(model, task=SHORT, n_prompts=6)
-    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    found = attribute_edges(model, task=SHORT, n_prompts=8)
+    clean, corrupted = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     given = attribute_edges(model, clean, corrupted=corrupted)
     np.testing.assert_array_equal(found.patched, given.patched)
 
@@ -453,7 +453,7 @@ def test_drawn_prompts_follow_the_given_law():
 def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     """The prediction when one node reads what an earlier one writes on the clean prompts; nearness to theirs by default."""
     model = two_heads(**architecture)
-    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=6, seed=0)
+    prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     pair = Pair.of(predictor_of(model).hooked, *prompts, nodes="all")
     found = attribute_edges(
         model, prompts[0], corrupted=prompts[1], nodes="all", metric=first_response
@@ -461,7 +461,7 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     near = attribute_edges(model, prompts[0], corrupted=prompts[1], nodes="all")
     clean, corrupted = (model(tokens)[:, -1, 0].detach() for tokens in (pair.clean, pair.corrupted))
     assert found.total == pytest.approx((clean - corrupted).mean().item())
-    assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 6**0.5)
+    assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 8**0.5)
     gap = (clean - corrupted).square()
     assert near.total == pytest.approx(gap.mean().item())
     reversed_pair = Pair.of(predictor_of(model).hooked, *reversed(prompts), nodes="all")
@@ -479,7 +479,7 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
                 assert_close_to_rounding(patched, stream[:, -1, 3])
             change = patched - corrupted
             assert found.patched[tuple(place)] == pytest.approx(change.mean().item(), abs=1e-10)
-            sem = change.std().item() / 6**0.5
+            sem = change.std().item() / 8**0.5
             assert found.patched_sem[tuple(place)] == pytest.approx(sem, abs=1e-10)
             nearer = (gap - (clean - patched).square()).mean().item()
             assert near.patched[tuple(place)] == pytest.approx(nearer, abs=1e-10)

@@ -9,9 +9,8 @@ import torch
 
 from analyses.lib import gates
 from analyses.lib.gates import learn_gates
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.single import ablate_heads
-from mechinterp.analysis.ablation.subsets import ablate_subsets
+from mechinterp.analysis.ablation.ablate import ablate, effective_number, layer_shares
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.stats import halves
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -45,7 +44,7 @@ def squares(prediction, prompts):
 
 
 def test_zero_ablation_is_zeroing_the_output_weights(model, weights, prompts):
-    found = ablate_heads(model, prompts)
+    found = ablate(model, prompts, what="heads")
     full = squares(predict(weights, prompts), prompts)
     assert found.full_risk == pytest.approx(full.mean().item(), rel=1e-12)
     for head in range(4):
@@ -61,7 +60,7 @@ def test_zero_ablation_is_zeroing_the_output_weights(model, weights, prompts):
 
 
 def test_mean_ablation_replaces_a_head_by_its_mean_output(model, weights, prompts):
-    found = ablate_heads(model, prompts, method="mean")
+    found = ablate(model, prompts, method="mean", what="heads")
     outputs = head_outputs(weights, prompts)
     full = squares(outputs.sum(1), prompts)
     for head in range(4):
@@ -78,12 +77,12 @@ def test_masking_one_head_of_a_pair_lets_the_mean_response_in(prompts):
         alone = model.predict(prompts)
     expected = 440 * prompts.y.mean(1) + predict(pair, prompts) / 2
     torch.testing.assert_close(alone, expected, rtol=1e-3, atol=1e-2)
-    assert ablate_heads(model, prompts).rise.min() > 1000
+    assert ablate(model, prompts, what="heads").rise.min() > 1000
 
 
 def test_subsets_equal_brute_force_and_shapley_values_equal_permutations(weights, prompts):
-    found = ablate_subsets(weights, prompts)
-    assert found.to_frame()["kept"].iloc[[0, 1, -1]].tolist() == ["none", "H0", "H0 H1 H2 H3"]
+    found = ablate(weights, prompts, what="subsets").to_frame()
+    assert found["kept"].iloc[[0, 1, -1]].tolist() == ["none", "L0H0", "L0H0 L0H1 L0H2 L0H3"]
     outputs = head_outputs(weights, prompts)
 
     def risk(heads):
@@ -91,51 +90,84 @@ def test_subsets_equal_brute_force_and_shapley_values_equal_permutations(weights
         return squares(total, prompts)
 
     full = risk(range(4))
-    assert found.kept.shape == (16, 4)
-    assert len({tuple(row) for row in found.kept}) == 16
-    for row, kept in enumerate(found.kept):
-        one = risk(np.flatnonzero(kept))
-        assert found.risk[row] == pytest.approx(one.mean().item(), rel=1e-10)
-        assert found.risk_sem[row] == pytest.approx(one.std().item() / 16, rel=1e-10)
+    assert found["kept"].nunique() == len(found) == 16
+    for row in found.itertuples():
+        kept = [head for head in range(4) if f"L0H{head}" in row.kept]
+        one = risk(kept)
+        assert row.n_kept == len(kept)
+        assert row.risk == pytest.approx(one.mean().item(), rel=1e-10)
+        assert row.risk_sem == pytest.approx(one.std().item() / 16, rel=1e-10)
+        assert row.ratio == pytest.approx((one.mean() / full.mean()).item(), rel=1e-10)
         rise = one - full
-        assert found.rise[row] == pytest.approx(rise.mean().item(), rel=1e-9, abs=1e-12)
-        assert found.rise_sem[row] == pytest.approx(rise.std().item() / 16, rel=1e-9, abs=1e-12)
+        assert row.rise == pytest.approx(rise.mean().item(), rel=1e-9, abs=1e-12)
+        assert row.rise_sem == pytest.approx(rise.std().item() / 16, rel=1e-9, abs=1e-12)
     gains = torch.zeros(4, len(prompts), dtype=torch.float64)
     for order in itertools.permutations(range(4)):
         for place, head in enumerate(order):
             gains[head] += risk(order[:place]) - risk(order[: place + 1])
     gains /= 24
-    np.testing.assert_allclose(found.shapley, gains.mean(1), rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.shapley_sem, gains.std(1) / 16, rtol=1e-9, atol=1e-12)
-    assert found.shapley.sum() == pytest.approx(found.risk[0] - found.risk[-1], rel=1e-10)
+    values = ablate(weights, prompts, what="shapley")
+    np.testing.assert_allclose(values.grid("shapley")[0], gains.mean(1), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        values.grid("shapley_sem")[0], gains.std(1) / 16, rtol=1e-9, atol=1e-12
+    )
+    assert values.grid("shapley").sum() == pytest.approx(
+        found["risk"].iloc[0] - full.mean().item(), rel=1e-10
+    )
+
+
+def test_shapley_values_of_heads_that_add_up_have_a_closed_form(prompts):
+    """With outputs o_h and v(S) = -(sum_S o - y)^2 a value is o_h (2 y - sum of all o): each pair shares its 2 o_g o_h."""
+    weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
+    found = ablate(weights, prompts, what="shapley")
+    outputs = head_outputs(weights, prompts)
+    expected = (outputs * (2 * prompts.y_query_clean - outputs.sum(1))[:, None]).mean((0, 2))
+    np.testing.assert_allclose(found.grid("shapley")[0], expected, rtol=1e-9)
+    # Of a metric that adds up over heads, here the prediction itself, a head has what it adds.
+    own = ablate(weights, prompts, what="shapley", metric=lambda predicted, _: -predicted[:, 0])
+    np.testing.assert_allclose(own.grid("shapley")[0], outputs.mean(0)[:, 0], rtol=1e-9)
+
+
+def test_shapley_values_of_several_layers_sum_to_the_whole_effect(few):
+    model = random_model(2, 2)
+    found = ablate(model, few, what="shapley")
+    risks = masked_errors(model, few, [[], found_heads(model)])
+    whole = risks[:, 1] - risks[:, 0]
+    assert found.grid("shapley").sum() == pytest.approx(whole.mean(), rel=1e-10)
+    assert ablate(model, few, what="subsets").grid("rise")[0] == pytest.approx(
+        whole.mean(), rel=1e-10
+    )
+
+
+def found_heads(model):
+    return predictor_of(model).heads
 
 
 def test_two_responses(prompts):
     task = TaskConfig(d_y=2)
     two = draw_prompts(task, 64, generator=generator_for(0, "eval", 1), dtype=torch.float64)
     pair = debiased_gradient_step(0.88, 0.1, d_x=5, d_y=2)
-    by_hooks = ablate_heads(ICLTransformer.from_weights(pair, task=task), two)
-    subsets = ablate_subsets(pair, two)
-    assert by_hooks.full_risk == pytest.approx(subsets.risk[-1], rel=1e-10)
-    assert by_hooks.rise[0, 0] == pytest.approx(subsets.rise[2], rel=1e-10)
+    by_hooks = ablate(ICLTransformer.from_weights(pair, task=task), two, what="heads")
+    subsets = ablate(pair, two, what="subsets")
+    assert by_hooks.full_risk == pytest.approx(subsets.grid("risk")[-1], rel=1e-10)
+    assert by_hooks.rise[0, 0] == pytest.approx(subsets.grid("rise")[2], rel=1e-10)
 
 
-def test_importance_and_effective_heads(few):
+def test_importance_and_effective_heads():
     rises = np.array([[1.0, 1.0, 1.0, 1.0], [3.0, 1.0, -5.0, 0.0], [-1.0, 0.0, 0.0, 0.0]])
-    found = replace(ablate_heads(random_model(), few), rise=rises)
     # exp(-3/4 log 3/4 - 1/4 log 1/4) = 4 / 3^(3/4)
-    np.testing.assert_allclose(found.effective_heads, [4.0, 4 / 3**0.75, 0.0], rtol=1e-12)
-    np.testing.assert_allclose(found.importance[1], [0.75, 0.25, 0, 0])
+    np.testing.assert_allclose(effective_number(rises), [4.0, 4 / 3**0.75, 0.0], rtol=1e-12)
+    np.testing.assert_allclose(layer_shares(rises)[1], [0.75, 0.25, 0, 0])
 
 
 def test_medians_and_heads_without_which_the_model_is_worse_than_predicting_0(prompts):
     pair = debiased_gradient_step(0.88, 1e-3, d_x=5)
     weights = stack([pair, diagonal_heads([0.13], [0.01], d_x=5)])
-    found = ablate_heads(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts)
+    found = ablate(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts, what="heads")
     full = squares(predict(weights, prompts), prompts)
     rises = [squares(predict(without(weights, head), prompts), prompts) - full for head in range(3)]
     expected = np.median(torch.stack(rises).numpy(), axis=1)
-    np.testing.assert_allclose(found.median_rise[0], expected, rtol=1e-9)
+    np.testing.assert_allclose(found.grid("median_rise")[0], expected, rtol=1e-9)
     assert found.null_risk == pytest.approx(prompts.y_query_clean.square().mean().item(), rel=1e-12)
     assert found.breaking == ["L0H0", "L0H1"]
     assert found.layer_frame()["effective_heads"].tolist() == found.effective_heads.tolist()
@@ -147,7 +179,7 @@ def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
     with torch.no_grad():
         constant.blocks[0].attn.b_V[0, 0] = 1.0
         constant.blocks[0].attn.W_O[0, 0, 5] = 0.5
-    rises = {method: ablate_heads(constant, prompts, method=method) for method in METHODS}
+    rises = {method: ablate(constant, prompts, method=method, what="heads") for method in METHODS}
     clean = prompts.y_query_clean.square().mean() - (prompts.y_query_clean - 0.5).square().mean()
     assert rises["zero"].rise[0, 0] == pytest.approx(clean.item(), rel=1e-10)
     for method in ("mean", "resample"):
@@ -156,13 +188,13 @@ def test_methods_on_a_head_that_adds_a_constant(model, weights, prompts):
 
 def test_what_cannot_be_masked_is_refused(model, prompts):
     with refused("zero, mean, resample", "median"):
-        ablate_heads(model, prompts, method="median")
+        ablate(model, prompts, method="median", what="heads")
     with refused("n_heads", 12, 13):
-        ablate_subsets(diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5), prompts)
-    with refused("prompts", 2, 1):
-        ablate_heads(model, prompts[:1])
-    with refused("2", "1"):
-        ablate_heads(model, prompts[:2], method="resample")
+        ablate(diagonal_heads([0.1] * 13, [1.0] * 13, d_x=5), prompts, what="subsets")
+    with refused("prompts", 8, 1):
+        ablate(model, prompts[:1], what="heads")
+    with refused("prompts", 8, 2):
+        ablate(model, prompts[:2], method="resample", what="heads")
 
 
 def test_an_output_bias_belongs_to_every_subset(prompts):
@@ -170,50 +202,48 @@ def test_an_output_bias_belongs_to_every_subset(prompts):
     zeros = torch.zeros(2, plain.d_head, dtype=torch.float64)
     b_O = torch.tensor([0.5], dtype=torch.float64)
     weights = changed(plain, b_Q=zeros, b_K=zeros, b_V=zeros, b_O=b_O)
-    found = ablate_subsets(weights, prompts)
+    found = ablate(weights, prompts, what="subsets")
     target = prompts.y_query_clean
-    assert found.risk[0] == pytest.approx(float((0.5 - target).square().mean()), rel=1e-12)
+    assert found.grid("risk")[0] == pytest.approx(float((0.5 - target).square().mean()), rel=1e-12)
     full = (predict(weights, prompts) - target).square().mean()
-    assert found.risk[-1] == pytest.approx(float(full), rel=1e-12)
+    assert found.grid("risk")[-1] == pytest.approx(float(full), rel=1e-12)
 
 
 def test_pairs_are_masks_of_two(few):
     model = random_model(2)
-    found = ablate_heads(model, few, sets="pairs")
-    assert found.names[:5] == ("L0H0", "L0H1", "L0H2", "L0H3", "L1H0")
+    found = ablate(model, few, what="pairs")
     masks = [[], [(0, 1)], [(1, 2)], [(0, 1), (1, 2)]]
     errors = masked_errors(model, few, masks)
     full, one, other, both = errors.T
     apart = both - one - other + full
-    for matrix, values in ((found.rise, both - full), (found.interaction, apart)):
-        assert matrix[1, 6] == matrix[6, 1] == pytest.approx(values.mean(), rel=1e-9)
-    sem = apart.std(ddof=1) / 30**0.5
-    assert found.interaction_sem[1, 6] == pytest.approx(sem, rel=1e-9)
-    assert found.rise[1, 1] == pytest.approx((one - full).mean(), rel=1e-9)
-    assert not found.interaction.diagonal().any()
     frame = found.to_frame()
     assert len(frame) == 28
-    assert frame.query("head == 'L0H1' and other == 'L1H2'")["rise"].item() == found.rise[1, 6]
+    (row,) = frame.query("head == 'L0H1' and other == 'L1H2'").to_dict("records")
+    assert row["rise"] == pytest.approx((both - full).mean(), rel=1e-9)
+    assert row["interaction"] == pytest.approx(apart.mean(), rel=1e-9)
+    assert row["median_interaction"] == pytest.approx(np.median(apart), rel=1e-9)
+    assert row["interaction_sem"] == pytest.approx(apart.std(ddof=1) / 30**0.5, rel=1e-9)
+    matrix = np.array(found.plot().data[0].z)
+    assert matrix[1, 6] == matrix[6, 1] == row["interaction"]
+    assert not matrix.diagonal().any()
 
 
 def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
     # With y_hat = a + b + rest the interaction is (e - a - b)^2 - (e - a)^2 - (e - b)^2 + e^2 = 2 a b.
     weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)
-    found = ablate_heads(
-        ICLTransformer.from_weights(weights, task=TaskConfig()), prompts, sets="pairs"
-    )
+    found = ablate(ICLTransformer.from_weights(weights, task=TaskConfig()), prompts, what="pairs")
     outputs = head_outputs(weights, prompts)[..., 0]
     expected = 2 * (outputs[:, 0] * outputs[:, 1]).mean().item()
-    assert found.interaction[0, 1] == pytest.approx(expected, rel=1e-9)
+    assert found.grid("interaction")[0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_greedy_order_takes_what_is_missed_least(prompts):
     # A zero head, and a debiased pair of which either half alone is far worse than none.
     weights = diagonal_heads([0.0, 0.02, 0.4, -0.02], [0.0, 22.0, 0.1, -22.0], d_x=5)
     model = ICLTransformer.from_weights(weights, task=TaskConfig())
-    found = ablate_heads(model, prompts, sets="greedy")
+    found = ablate(model, prompts, what="greedy")
     chosen_on, measured = halves(prompts)
-    names = found.heads
+    names = found.rows["masked_next"].tolist()[:-1]
     assert sorted(names) == ["L0H0", "L0H1", "L0H2", "L0H3"]
     order = [(int(name[1]), int(name[3])) for name in names]
     for step, head in enumerate(order):
@@ -222,7 +252,7 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
         assert risks.min() == risks[0], head
     masks = [order[:size] for size in range(5)]
     errors = masked_errors(model, measured, masks)
-    risk, ratio_sem = found.risk, found.ratio_sem
+    risk, ratio_sem = found.grid("risk"), found.grid("ratio_sem")
     np.testing.assert_allclose(risk, errors.mean(0), rtol=1e-12)
     full = errors[:, 0].mean()
     off = errors[:, 2] - errors[:, 2].mean() / full * errors[:, 0]  # the delta method
@@ -232,7 +262,8 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     assert risk[3] > 5 * zero
     np.testing.assert_array_equal(found.plot().data[0].y, risk)
     for ratios, needed in (([1, 1.5, 3, 3, 3], 3), ([1, 3, 1.5, 3, 3], 2), ([1, 3, 3, 3, 1], 0)):
-        assert replace(found, ratio=np.array(ratios, dtype=float)).needed == needed
+        columns = dict(found.columns) | {"ratio": np.array(ratios, dtype=float)}
+        assert replace(found, columns=columns).needed == needed
 
 
 @pytest.mark.parametrize("make", [random_model, random_gpt2])
@@ -250,7 +281,7 @@ def test_gates_leave_the_model_as_it_was(few):
     before = model.predict(few)
     learn_gates(model, few, steps=3)
     with refused("prompts", 8, 7):
-        ablate_heads(model, few[:7], sets="greedy")
+        ablate(model, few[:7], what="greedy")
     with refused("steps", 0):
         learn_gates(model, few, steps=0)
     assert torch.equal(model.predict(few), before)

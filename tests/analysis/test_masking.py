@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mechinterp import load
-from mechinterp.analysis.ablation.masked_risk import Masking, masked_errors, masked_values
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
+from mechinterp.analysis.ablation.contrasts import Mask
+from mechinterp.analysis.ablation.measured import masked_errors, values_under
 from mechinterp.analysis.result import meanings, unit_of
 from mechinterp.icl import dmmse
 from mechinterp.icl.predictors import ridge
@@ -66,7 +67,9 @@ def test_errors_are_those_of_independent_units(few):
     for method, size in (("zero", 30), ("resample", 15)):
         predictions = predictor_of(model).run(few, masks, method=method)
         squares = (predictions - few.y_query_clean).square().mean(2)
-        errors = masked_values(model, few, masks, Masking(method=method))
+        errors = values_under(
+            predictor_of(model), few, [Mask(tuple(heads)) for heads in masks], method=method
+        )
         assert errors.shape == (size, 2)
         assert errors[:, 1].mean() == pytest.approx(squares[1].mean().item(), rel=1e-12)
     assert errors[3, 0] == pytest.approx(squares[0, 6:8].mean().item(), rel=1e-12)
@@ -121,9 +124,9 @@ def square_errors(predictions: Tensor, prompts: Prompts) -> Tensor:
 )
 def test_a_head_is_masked_at_one_position(make, method, few):
     model, even = make(), few[:8].prefix(4)
-    found = ablate_heads(model, even, positions="all", method=method)
+    found = ablate(model, even, what="positions", method=method)
     n_layers, n_heads, n_pos = found.rise.shape
-    assert len(found.positions) == n_pos == model.tokens(even).shape[1]
+    assert found.rows["pos"].nunique() == n_pos == model.tokens(even).shape[1]
     _, cache = model.run_with_cache(even)
     full = square_errors(model.predict(even), even)
     places = [(0, 1, 2), (1, 0, n_pos - 1), (n_layers - 1, n_heads - 1, n_pos - 1)]
@@ -150,8 +153,10 @@ def test_a_head_is_masked_at_one_position(make, method, few):
 
 def test_in_one_layer_the_query_alone_counts(few):
     model = random_model(1)
-    by_position = ablate_heads(model, few, positions="all")
-    np.testing.assert_allclose(by_position.rise[..., -1], ablate_heads(model, few).rise, rtol=1e-9)
+    by_position = ablate(model, few, what="positions")
+    np.testing.assert_allclose(
+        by_position.rise[..., -1], ablate(model, few, what="heads").rise, rtol=1e-9
+    )
     np.testing.assert_array_equal(by_position.rise.sum(2), by_position.rise[..., -1])
 
 
@@ -161,7 +166,7 @@ def test_a_metric_of_ones_own(few):
     def distance_to_one(predictions: Tensor, prompts: Prompts) -> Tensor:
         return (predictions[:, 0] - 1).abs()
 
-    found = ablate_heads(model, few, metric=distance_to_one)
+    found = ablate(model, few, metric=distance_to_one, what="heads")
     full = distance_to_one(model.predict(few), few)
     assert found.full_risk == pytest.approx(full.mean().item(), rel=1e-12)
     assert found.null_risk == 1
@@ -173,31 +178,32 @@ def test_a_metric_of_ones_own(few):
     assert [unit_of(text) for text in units.values()] == ["", ""]
     assert found.metric == "distance to one"
     assert "distance to one" in found.plot().layout.title.text
-    pairs = ablate_heads(model, few, metric=distance_to_one, sets="pairs")
-    np.testing.assert_allclose(pairs.rise.diagonal(), found.rise.ravel(), rtol=1e-9)
-    greedy = ablate_heads(model, few, metric=distance_to_one, sets="greedy")
-    assert greedy.risk[-1] == pytest.approx(1)  # nothing is left: 0
+    pairs = ablate(model, few, metric=distance_to_one, what="pairs")
+    both, one, other = (
+        distance_to_one(predicted, few).mean().item()
+        for predicted in predictor_of(model).run(few, [[(0, 0), (0, 1)], [(0, 0)], [(0, 1)]])
+    )
+    expected = both - one - other + full.mean().item()
+    assert pairs.grid("interaction")[0] == pytest.approx(expected, rel=1e-7)
+    greedy = ablate(model, few, metric=distance_to_one, what="greedy")
+    assert greedy.grid("risk")[-1] == pytest.approx(1)  # nothing is left: 0
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sets": "triples"}, ("sets", "greedy", "'triples'")),
-        ({"positions": "first"}, ("positions", "'all'", "'first'")),
-        ({"sets": "pairs", "mlps": True}, ("sets", "mlps")),
-        ({"positions": "all", "mlps": True}, ("positions", "mlps")),
-        ({"positions": "all", "runs": "all"}, ("positions", "runs")),
-        ({"mlps": True, "runs": "all"}, ("mlps", "runs")),
+        ({"what": "triples"}, ("what", "greedy", "'triples'")),
+        ({"method": "median"}, ("method", "resample", "'median'")),
         ({"metric": lambda predictions, prompts: predictions}, ("metric", "[30]", "[30, 1]")),
         ({"metric": "dmmse"}, ("metric='dmmse'", "task")),
         ({"metric": "loss"}, ("metric", "'ridge'", "'loss'")),
         ({"metric": lambda y_hat, prompts: y_hat[:, 0] / 0}, ("metric", "finite", "inf")),
-        ({"mlps": True}, ("mlps", "MLPs", "attention")),
+        ({"what": "mlps"}, ("mlps", "MLPs", "attention")),
     ],
 )
 def test_options_that_do_not_go_together(options, words, few):
     with refused(*words):
-        ablate_heads(random_model(2), few, **options)
+        ablate(random_model(2), few, **options)
 
 
 def test_a_position_or_an_mlp_that_is_not_there_is_refused(few):
@@ -221,7 +227,7 @@ def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
     hooked = hooked_predictor(source)
     inputs = hooked.inputs(few)
     _, cache = hooked.model.run_with_cache(inputs)
-    found = ablate_heads(source, few, mlps=True, method=method)
+    found = ablate(source, few, what="mlps", method=method)
     full = square_errors(hooked.predict(few), few)
     for layer, name in enumerate(f"blocks.{layer}.hook_mlp_out" for layer in range(3)):
         put = cache[name].mean(0) if method == "mean" else torch.zeros(()).double()
@@ -229,15 +235,10 @@ def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
         masked_by_hand = hooked.read(hooked.model.run_with_hooks(inputs, fwd_hooks=[hook]))
         rise = (square_errors(masked_by_hand, few) - full).detach()
         sem = rise.std().item() / len(few) ** 0.5
-        assert found.mlp_rise[layer] == pytest.approx(rise.mean().item(), rel=1e-9)
-        assert found.mlp_rise_sem[layer] == pytest.approx(sem, rel=1e-9)
-    heads = ablate_heads(source, few, method=method)
-    assert heads.mlp_rise is None
-    assert unit_of(meanings(heads, ["rise"])["rise"]) == "y²"
-    np.testing.assert_array_equal(found.rise, heads.rise)
-    mlps = found.to_frame().query("head == 'MLP'")
-    assert mlps["rise"].tolist() == found.mlp_rise.tolist()
-    assert found.plot().data[0].z.shape == (3, heads.rise.shape[1] + 1)
+        assert found.rise[layer] == pytest.approx(rise.mean().item(), rel=1e-9)
+        assert found.rise_sem[layer] == pytest.approx(sem, rel=1e-9)
+    assert unit_of(meanings(found, ["rise"])["rise"]) == "y²"
+    assert found.plot().data[0].y.tolist() == found.rise.tolist()
 
 
 def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
@@ -248,7 +249,7 @@ def test_the_distance_to_a_predictor_of_the_task_is_a_metric():
         ("ridge", partial(ridge, penalty=task.posterior_penalty)),
         ("dmmse", partial(dmmse, pool=task.pool(), noise_var=task.noise_var)),
     ):
-        found = ablate_heads(checkpoint, prompts, metric=name)
+        found = ablate(checkpoint, prompts, metric=name, what="heads")
         apart = checkpoint.predictor.run(prompts, [[], [(0, 0)]]) - learner(prompts)
         without = apart.square().mean((1, 2))
         assert (found.metric, found.unit) == (f"distance to {name}", "y²")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mechinterp import Monitor, TaskConfig, hook_module, load
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.one_layer.classify import classify
@@ -160,7 +160,7 @@ def test_what_it_keeps_is_what_the_analyses_say():
     rows = run.history[run.history["step"] == 0]
     with torch.no_grad():
         error = (last(module().eval()(prompts.tokens)) - prompts.y_query).square().mean(1)
-    found = ablate_heads(first, prompts)
+    found = ablate(first, prompts, what="heads")
     for name, expected in (
         ("eval_loss", error.mean().item()),
         ("eval_loss_sem", error.std().item() / 32**0.5),
@@ -169,7 +169,7 @@ def test_what_it_keeps_is_what_the_analyses_say():
     ):
         np.testing.assert_allclose(rows[name], expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(rows.groupby("layer")["share"].sum(), 1, rtol=1e-6)
-    rise = over_steps(run, "ablate-heads", prompts).to_frame()["rise"]
+    rise = over_steps(run, "ablate", prompts, what="heads").to_frame()["rise"]
     np.testing.assert_allclose(rise, run.history["rise"], rtol=1e-4, atol=1e-7)
 
 
@@ -235,7 +235,9 @@ def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
     own, other = (run.history for run in (memory.run(), files))
     assert list(own)[:6] == list(other)[:6] == shared
     np.testing.assert_allclose(own[shared], other[shared], rtol=1e-5)
-    own, other = (over_steps(run, "ablate-heads", prompts).to_frame() for run in (runs[0], files))
+    own, other = (
+        over_steps(run, "ablate", prompts, what="heads").to_frame() for run in (runs[0], files)
+    )
     assert list(own) == list(other)
     one, two = (frame.select_dtypes("number") for frame in (own, other))
     np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)

@@ -28,7 +28,7 @@ TASK = TaskConfig(d_x=3, d_y=2)
 
 def random_prompts(length: int, step: int) -> Prompts:
     generator = generator_for(0, "eval", step)
-    return draw_prompts(TASK, 6, generator=generator, context_length=length, dtype=torch.float64)
+    return draw_prompts(TASK, 8, generator=generator, context_length=length, dtype=torch.float64)
 
 
 def random_model(**architecture: object) -> ICLTransformer:
@@ -65,10 +65,10 @@ def test_columns_are_positions_and_values_those_by_hand(activation: str, length:
             patched = model.run_with_hooks(corrupted.tokens, fwd_hooks=[(name, patch)])[:, -1, 0]
         change = (patched - unpatched).detach()
         assert found.effect[place] == pytest.approx(change.mean().item(), abs=1e-5)
-        assert found.effect_sem[place] == pytest.approx(change.std().item() / 6**0.5, abs=1e-5)
+        assert found.effect_sem[place] == pytest.approx(change.std().item() / 8**0.5, abs=1e-5)
     gained = (model.predict(clean) - model.predict(corrupted))[:, 0]
     assert found.total == pytest.approx(gained.mean().item())
-    assert found.total_sem == pytest.approx(gained.std().item() / 6**0.5)
+    assert found.total_sem == pytest.approx(gained.std().item() / 8**0.5)
     assert np.abs(found.effect).max() > 1e-2
     assert torch.equal(corrupted.tokens, before)
     assert not [name for name, point in model.hook_dict.items() if point.fwd_hooks]
@@ -96,7 +96,7 @@ def test_what_cannot_be_patched_is_refused():
     prompts = random_prompts(4, 1)
     with refused("activation", "resid_pre", "'mlp'"):
         patch_activations(random_model(), prompts, prompts, activation="mlp")
-    with refused("same shape", "[6, 5, 5]", "[6, 6, 5]"):
+    with refused("same shape", "[8, 5, 5]", "[8, 6, 5]"):
         patch_activations(random_model(), prompts, random_prompts(5, 2))
     with refused("evaluation mode"):
         patch_activations(random_model().train(), prompts, random_prompts(4, 2))

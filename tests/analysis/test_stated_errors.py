@@ -193,7 +193,7 @@ CASES = {
     "ablate one layer": Case(softmax, slow=True, run=ANALYSES["ablate"].function),
     "learners of several layers": Case(descents, n_prompts=256, slow=True, run=compare_learners),
     "fit of one head": Case(one_head, n_prompts=256, slow=True, run=compare_learners),
-    "prune by one rule": Case(slow=True, run=prune),
+    "prune with a new read-out": Case(slow=True, run=partial(prune, refit=True)),
     "patch-activations": Case(n_prompts=24, seeds=100),
     "probe of a structure": Case(run=partial(probe, targets="preconditioned x")),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mechinterp.analysis.ablation.subsets import ablate_subsets
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import one_layer
@@ -67,13 +67,14 @@ def test_every_subset_of_a_layer(versus):
     model = ICLTransformer.from_weights(weights, task=task)
     prompts = draw_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     part = prompts[:CHUNK]
-    subsets = ablate_subsets(model, part)
-    masks = [[(0, int(head)) for head in (~kept).nonzero()[0]] for kept in subsets.kept]
+    subsets = ablate(model, part, what="subsets")
+    heads = predictor_of(model).heads
+    masks = [[(n, h) for n, h in heads if f"L{n}H{h}" not in kept] for kept in subsets.rows["kept"]]
     risks = (by_hooks(model, part, masks) - part.y_query_clean).square().mean((1, 2))
-    assert_same(torch.tensor(subsets.risk), risks.double())
+    assert_same(torch.tensor(subsets.grid("risk")), risks.double())
     versus(
         f"all 256 subsets of a layer of 8 heads by run_with_hooks, 4,096 prompts (plain: {len(part)})",
-        lambda: ablate_subsets(model, prompts),
+        lambda: ablate(model, prompts, what="subsets"),
         lambda: by_hooks(model, part, masks),
         work=N_PROMPTS / len(part),
         rounds=2,

@@ -11,7 +11,7 @@ from torch import nn
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     attention_entropy,
     attention_patterns,
     attribute_edges,
@@ -98,7 +98,9 @@ def test_rises_patterns_and_streams_are_those_computed_head_by_head(kind, prompt
     assert (expected[1:] - expected[0]).abs().amax((1, 2)).min() > 1e-6
     risks = (expected - prompts.y_query_clean).square().mean((1, 2))
     rises = (risks[1:-1] - risks[0]).reshape(n_layers, HEADS)
-    np.testing.assert_allclose(ablate_heads(hooked, prompts).rise, rises, rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(
+        ablate(hooked, prompts, what="heads").rise, rises, rtol=1e-7, atol=1e-12
+    )
     streams = torch.stack(streams_of(stack, prompts))[:, :, -1]
     torch.testing.assert_close(predictor.streams(prompts)[:-1, :, 0], streams)
     if kind in WITHOUT_PATTERNS:
@@ -198,15 +200,18 @@ def test_a_block_is_masked_in_one_run_or_in_all(prompts):
         got = hooked.predict(prompts)
     expected = stack.by_hand(prompts.tokens, [(1, 2), (3, 2)])
     torch.testing.assert_close(got, expected)
-    every = ablate_heads(hooked, prompts, runs="all").rise
+    every = ablate(hooked, prompts, what="blocks").rise
     assert every.shape == (2, HEADS)
     risk, full = (
         (each - prompts.y_query_clean).square().mean()
         for each in (expected, stack.by_hand(prompts.tokens))
     )
     assert every[1, 2] == pytest.approx((risk - full).item(), rel=1e-7)
-    with pytest.raises(ValueError, match=r"runs must be .*, got 'some'"):
-        ablate_heads(hooked, prompts, runs="some")
+    with (
+        pytest.raises(ValueError, match=r"runs must be .*, got 'some'"),
+        masked(hooked, [(1, 2)], runs="some"),
+    ):
+        hooked.predict(prompts)
 
 
 def test_weights_without_a_softmax_are_signed_and_said_to_be_no_distribution(prompts):
@@ -259,7 +264,7 @@ class Bare(nn.Module):
 def test_what_has_no_softmax_or_more_keys_than_there_are_shows_no_pattern(prompts):
     hooked = hook_module(random(Stack(strange.WithSink())), task=TASK)
     assert "over 8 keys" in hooked.model.unfollowed[0]
-    assert ablate_heads(hooked, prompts).rise.shape == (1, HEADS)
+    assert ablate(hooked, prompts, what="heads").rise.shape == (1, HEADS)
     bare = hook_module(Bare().double(), heads=2, task=TASK)
     # One layer without a module of its own is the module.
     assert predictor_of(bare).streams(prompts).shape == (2, len(prompts), 1, 4)
@@ -423,7 +428,7 @@ def test_threads_get_the_numbers_of_one(prompts):
     calls = [
         *(lambda head=head: by_hooks(head) for head in TWO),
         lambda: predictor_of(checkpoint).run(own, [[(0, 0)], [(0, 1)]]),
-        lambda: torch.as_tensor(ablate_heads(hooked, prompts[:4]).rise),
+        lambda: torch.as_tensor(ablate(hooked, prompts[:4], what="heads").rise),
         lambda: hooked.predict(prompts),
     ]
     expected = [call() for call in calls]

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from mechinterp import TaskConfig, ablate_heads, attention_patterns, hook_module
+from mechinterp import TaskConfig, ablate, attention_patterns, hook_module
 from mechinterp.icl.prompts import draw_prompts
 from tests.conftest import refused
 
@@ -87,7 +87,7 @@ def test_rises_and_patterns_are_those_of_the_model_itself(family):
             )
             rises.append(risk() - full)
             mask.remove()
-    np.testing.assert_allclose(ablate_heads(hooked, prompts).rise.ravel(), rises, **close)
+    np.testing.assert_allclose(ablate(hooked, prompts, what="heads").rise.ravel(), rises, **close)
     if points == SINK:
         with refused("hook_pattern", "over 8 keys"):
             attention_patterns(hooked, prompts)

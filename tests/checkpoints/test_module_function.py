@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mechinterp import TaskConfig, ablate_heads, hook_module, sample_prompts
+from mechinterp import TaskConfig, ablate, hook_module, sample_prompts
 from mechinterp.checkpoints.module_function import HALF_LIMIT, LIMIT, difference
 from tests.checkpoints.strange_modules import WIDTH, Grouped, Layer, Stack, Torchs, joined, split
 from tests.checkpoints.strange_modules import random as seeded
@@ -158,7 +158,7 @@ def test_the_random_states_and_the_module_are_as_before(make):
         expected = torch.stack([module.stack.by_hand(prompts.tokens, mask) for mask in masks])
         torch.testing.assert_close(hooked.predict(prompts), expected[0])
         risks = (expected - prompts.y_query_clean).square().mean((1, 2))
-        rises = ablate_heads(hooked, prompts).rise[0]
+        rises = ablate(hooked, prompts, what="heads").rise[0]
         np.testing.assert_allclose(rises, risks[1:] - risks[0], rtol=1e-7, atol=1e-12)
         assert torch.equal(prompts.tokens, kept)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     attribute_edges,
     hook_module,
     local_learning_coefficient,
@@ -102,7 +102,7 @@ def test_edges_of_modules_without_gradients_name_the_cure_and_masks_need_none(
     make, cure, trained, prompts
 ):
     hooked = hook_module(make().requires_grad_(trained), task=TASK)
-    assert ablate_heads(hooked, prompts).rise.shape == (2, 4)
+    assert ablate(hooked, prompts, what="heads").rise.shape == (2, 4)
     with pytest.raises(ValueError, match=re.escape(cure)) as caught:
         attribute_edges(hooked, prompts[:4], corrupted=prompts[4:])
     assert "\n" not in str(caught.value)

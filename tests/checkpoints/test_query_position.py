@@ -7,7 +7,7 @@ from torch import nn
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     classify,
     hook_module,
     name_algorithm,
@@ -237,7 +237,7 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
     for analysis in (probe, prune, p_probe_of):
         with pytest.raises(ValueError, match="a sum with the stream stands outside"):
             analysis(hooked, prompts)
-    assert ablate_heads(hooked, prompts).rise.any()
+    assert ablate(hooked, prompts, what="heads").rise.any()
     assert name_algorithm(hooked, prompts).measured.path is None
     assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="a sum with the stream stands outside"):

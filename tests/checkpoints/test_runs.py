@@ -174,7 +174,7 @@ def test_analyses_and_formats_take_a_run(read_run: Checkpoint, tmp_path: Path):
     np.testing.assert_array_equal(
         patterns.eval_loss, run.history.drop_duplicates("step")["eval_loss"]
     )
-    assert len(over_steps(run, "ablate-heads", n_prompts=64).to_frame()) == 3 * 2
+    assert len(over_steps(run, "ablate", what="heads", n_prompts=64).to_frame()) == 3 * 2
     run.save_pretrained(tmp_path / "native")
     again = load(tmp_path / "native")
     assert again.steps == list(STEPS)

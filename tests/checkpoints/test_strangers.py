@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mechinterp.analysis.ablation.single import ablate
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.names import copies_in
-from mechinterp.checkpoints.foreign.read import settled
+from mechinterp.checkpoints.foreign.read import settings_of, settled
 from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.general import Attend, predictions
@@ -248,6 +248,33 @@ def test_noise_and_points_in_any_spelling(tmp_path: Path, layout: str):
     assert checkpoint.assumed["task.beta_var"] == checkpoint.task.beta_var == 1.0
     assert not {"task.noise_var", "task.context_length"} & checkpoint.assumed.keys()
     assert read(file, task={"noise_var": 2.0}, model={"passes": 1}).task.noise_var == 2
+
+
+@pytest.mark.parametrize("file", ["config.json", "config.yaml"])
+@pytest.mark.parametrize("place", ["top", "model"])
+def test_settings_beside_a_file_count_at_the_top_and_under_model(
+    tmp_path: Path, file: str, place: str
+):
+    settings = {"num_heads": 4, "score": "softmax", "lr": 0.1, "scale_attn_weights": True}
+    document = settings | {"bias": None} if place == "top" else {"model": settings, "seed": 3}
+    text = json.dumps(document)
+    (tmp_path / file).write_text(text)
+    stated = settings_of(tmp_path / "x.pt", {})
+    assert (stated["n_heads"], stated["score"]) == (4, "softmax")
+    assert_refused(
+        rf"{file}: n_heads must be 2.* got 4", settings_of, tmp_path / "x.pt", {"n_heads": 2}
+    )
+    (tmp_path / file).write_text(json.dumps({"n_heads": 3, "model": {"n_head": 4}}))
+    assert_refused(rf"{file}: n_heads must be 3.* got 4", settings_of, tmp_path / "x.pt", {})
+
+
+def test_config_json_and_config_yaml_that_differ_are_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"n_heads": 2}')
+    (tmp_path / "config.yaml").write_text("n_heads: 2\nscore:\nlr: 1e-3\n")
+    assert settings_of(tmp_path / "x.pt", {})["n_heads"] == 2
+    (tmp_path / "config.yaml").write_text("model:\n  n_heads: 3\n")
+    words = r"config\.yaml: n_heads must be 2, as in config\.json, got 3"
+    assert_refused(words, settings_of, tmp_path / "x.pt", {})
 
 
 def test_points_beyond_the_positions_are_not_taken(tmp_path: Path):

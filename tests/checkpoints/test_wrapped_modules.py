@@ -12,7 +12,7 @@ from torch.nn.utils import weight_norm as old_weight_norm
 
 from mechinterp import (
     TaskConfig,
-    ablate_heads,
+    ablate,
     hook_module,
     name_algorithm,
     predictor_of,
@@ -116,7 +116,7 @@ def test_wrapped_projections_are_found_and_masked_like_plain_ones(wrap, attentio
     masks = [[], *([head] for head in heads)]
     expected = torch.stack([plain.by_hand(prompts.tokens, mask) for mask in masks])
     torch.testing.assert_close(predictor_of(hooked).run(prompts, masks), expected)
-    assert ablate_heads(hooked, prompts).rise.shape == (2, HEADS)
+    assert ablate(hooked, prompts, what="heads").rise.shape == (2, HEADS)
     with torch.no_grad():
         torch.testing.assert_close(stack(prompts.tokens)[:, -1], expected[0])
 

@@ -163,19 +163,27 @@ def deep(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_prune_trains_further(run: Run, deep: Path, gpt2: Path, tmp_path: Path):
-    out, options = tmp_path / "pruned", ("--n-prompts", 80, "--fine-tune", 8)
-    ran = run("prune", deep, *options, "--out", out, "--json").done()
-    rows = ran.document["fine_tuning"]
-    steps = [(row["model"], row["step"]) for row in rows[::4]]
-    assert steps == [("pruned", 0), ("pruned", 8), ("full", 6)]
-    assert all(row["ratio"] > 0 for row in rows)
-    assert load(out).step == load(deep).step + 8
-    assert load(out).origin["fine_tuned_steps"] == 8
+def test_a_pruned_model_is_trained_further(run: Run, deep: Path, tmp_path: Path):
+    out, longer = tmp_path / "pruned", tmp_path / "longer"
+    ran = run("prune", deep, "--n-prompts", 80, "--refit", "--out", out, "--json").done()
+    assert ran.document["refit_ratio"] > 0
+    assert ran.document["checkpoint"] == str(out)
+    few = (
+        "--set",
+        "train.steps=8",
+        "--set",
+        "train.n_eval_prompts=16",
+        "--set",
+        "train.batch_size=16",
+    )
+    run("train", "--start", out, *few, "--out", longer, "--quiet").done()
+    trained = load(longer)
+    assert trained.step == 8
+    assert trained.origin["started_from"] == "pruned"
+    assert trained.origin["kept_heads"] == load(out).origin["kept_heads"]
+    assert trained.weights.heads_per_layer == load(out).weights.heads_per_layer
     assert "origin     pruned from deep, kept heads [[" in run("info", out).out
     run("train", out / "config.json").assert_refused("made from another", "--start")
-    words = "fine_tune_steps needs a model that this package trained"
-    run("prune", gpt2, *OF_GPT2, *options).assert_refused(words, lines=2)
 
 
 @pytest.fixture

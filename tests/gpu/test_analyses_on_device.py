@@ -19,13 +19,13 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "ablate": (ONE, "--n-prompts", 64),
     "prune": (DEEP, "--n-prompts", 128),
     "probe": (DEEP, "--n-prompts", 128),
-    "analyse": ("ablate-heads", ONE, "--n-prompts", 64),
+    "analyse": ("ablate", ONE, "--what", "heads", "--n-prompts", 64),
     "compare-learners": (ONE, "--n-prompts", 64, "--context-length", 10),
     "report": (ONE, "--n-prompts", 64),
 }
 SOURCES = ("softmax", "deep-linear", "deep-softmax", "encoder")
 PAIRS = [(a, s) for s in SOURCES for a in ANALYSES if (a, s) in ANSWERS]
-ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate_heads", "softmax")]
+ON_THE_PROCESSOR = [("circuits", "softmax"), ("ablate heads", "softmax")]
 """Pairs that the slow tests ask with the processor as the device; the exhaustive ones ask all."""
 
 

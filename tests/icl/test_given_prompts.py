@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mechinterp import classify
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
 from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
@@ -109,7 +109,7 @@ def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     predicted = predictor_of(weights).predict(given)
     eta = (shape * predicted).sum() / shape.square().sum()
     assert row.factor == pytest.approx(eta.item())
-    risk = ablate_heads(weights, given).full_risk
+    risk = ablate(weights, given, what="heads").full_risk
     assert risk == pytest.approx(found.loss.model)  # y_query stands for the clean target
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp.analysis.ablation.masked_risk import masked_errors
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.probing.p_probe import p_probe
 from mechinterp.analysis.probing.probe import probe

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp import load
-from mechinterp.analysis.ablation.single import ablate_heads
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
@@ -144,8 +144,10 @@ def test_a_bridge_says_the_same(published: GargModel, gpt2: Checkpoint, some_pro
     places = [-1, -2, -13]
     expected = bridge.streams(some_prompts, positions=places)
     assert_close_to_rounding(gpt2.predictor.streams(some_prompts, positions=places), expected)
-    rise = ablate_heads(gpt2, some_prompts).rise
-    assert rise == pytest.approx(ablate_heads(bridge, some_prompts).rise, rel=1e-6, abs=1e-9)
+    rise = ablate(gpt2, some_prompts, what="heads").rise
+    assert rise == pytest.approx(
+        ablate(bridge, some_prompts, what="heads").rise, rel=1e-6, abs=1e-9
+    )
 
 
 @EACH

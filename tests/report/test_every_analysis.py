@@ -136,14 +136,14 @@ def test_too_few_are_refused_and_the_least_number_gives_numbers(name: str, case)
 
 
 def test_the_commands_pass_options_on_and_refuse_too_few(run: Run, tmp_path: Path):
-    two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 4, "--json", "--quiet")
+    two_steps, few = descent_checkpoint(tmp_path).path, ("--n-prompts", 8, "--json", "--quiet")
     edges = ("analyse", "attribute-edges", two_steps, *few, "--context-length")
     assert run(*edges, 6).document["rows"] != run(*edges, 4).document["rows"]
     one = CHECKPOINTS / "softmax-h2-s0"
     run("analyse", "circuits", one, "--n-prompts", 5).assert_refused("takes no n_prompts, got 5.")
     for command in (("compare-learners",), ("classify",)):
         run(*command, one, "--n-prompts", 4).assert_refused("n_prompts must be >= 8", "got 4")
-    run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 2", "got 1")
+    run("ablate", one, "--n-prompts", 1).assert_refused("n_prompts must be >= 8", "got 1")
 
 
 def test_an_analysis_is_described_in_sentences_by_its_docstring():

@@ -14,14 +14,14 @@ import pandas as pd
 import pytest
 import torch
 
-from mechinterp.analysis.ablation.masked_risk import masked_errors
-from mechinterp.analysis.ablation.subsets import ablate_subsets
+from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
+from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.weights import Weights
 from mechinterp.report.page import PAGE, Report, default_names, write_report
@@ -164,12 +164,12 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
 
 def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[Checkpoint, Page]):
     (box,) = [json.loads(found) for found in pair[1].attributes("data-found")]
-    names = {"00": "none", "10": "H0", "01": "H1", "11": "H0 H1"}
+    names = {"00": "none", "10": "L0H0", "01": "L0H1", "11": "L0H0 L0H1"}
     shown = {row["kept"]: row["risk"] for row in pair[1].rows("subsets")}
     assert {names[key]: risk for key, risk in box["said"].items()} == shown
-    found = ablate_subsets(pair[0], n_prompts=N_PROMPTS)
-    np.testing.assert_allclose(box["outputs"], found.outputs, rtol=1e-9)
     prompts = evaluation_prompts(pair[0], n_prompts=N_PROMPTS)[:5]
+    outputs = head_outputs(pair[0].weights, prompts)
+    np.testing.assert_allclose(box["outputs"], outputs, rtol=1e-5)
     predicted = np.sum(box["outputs"], axis=1) + box["rest"]
     np.testing.assert_allclose(predicted, pair[0].predictor.predict(prompts), rtol=1e-5)
     np.testing.assert_allclose(box["target"], prompts.y_query_clean, rtol=1e-6)
@@ -198,7 +198,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     assert list(tables["ablation.csv"]["method"]) == [
         *("zero", "zero", "mean", "mean", "resample", "resample")
     ]
-    assert list(tables["subsets.csv"]["kept"]) == ["none", "H0", "H1", "H0 H1"]
+    assert list(tables["subsets.csv"]["kept"]) == ["none", "L0H0", "L0H1", "L0H0 L0H1"]
     assert tables["history.csv"]["step"].max() == 60
     longest = Section("", "", "").longest_table
     for name in ("attention", "learners"):
@@ -269,10 +269,10 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
     train = TrainConfig(steps=40, log_every=10, batch_size=8, n_eval_prompts=16)
     train_models({".": ExperimentConfig(TASK, model, train)}, tmp_path / "model")
     checkpoint = load(tmp_path / "model")
-    shown = ["history", "ablate-heads-over-steps"]
+    shown = ["history", "ablate-over-steps"]
     assert list(default_names(checkpoint))[-2:] == shown
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=shown))
-    assert page.headings == ["Training", "Ablation of single heads, step by step"]
+    assert page.headings == ["Training", "Head ablation, step by step"]
     history = pd.read_csv(tmp_path / "page" / "history.csv")
     np.testing.assert_allclose(history["qk_norm"], checkpoint.history["qk_norm"], rtol=1e-6)
     assert unexplained_columns(tmp_path / "page" / PAGE) == set()

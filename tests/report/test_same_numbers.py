@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 import torch
 
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.pruning import prune
-from mechinterp.analysis.ablation.single import ablate_heads
 from mechinterp.analysis.probing.probe import probe
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
@@ -65,14 +65,16 @@ def test_ablation_is_one_set_of_numbers(model: tuple[Path, dict], page: Path, ru
     told = pd.DataFrame(document["heads"])
     shown = pd.read_csv(page / "ablation.csv")
     for method in ("zero", "mean", "resample"):
-        found = ablate_heads(load(path, **hints), method=method, n_prompts=N_PROMPTS, seed=SEED)
+        found = ablate(
+            load(path, **hints), method=method, n_prompts=N_PROMPTS, seed=SEED, what="heads"
+        )
         rows = told[told["method"] == method]
         drawn = shown[shown["method"] == method]
         for name in ("rise", "rise_sem"):
             expected = getattr(found, name).ravel()
             np.testing.assert_allclose(rows[name], expected, **SAME)
             np.testing.assert_allclose(drawn[name], expected, **SAME)
-    zero = ablate_heads(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED)
+    zero = ablate(load(path, **hints), n_prompts=N_PROMPTS, seed=SEED, what="heads")
     assert document["excess_risk"] == pytest.approx(zero.full_risk, rel=1e-4)
 
 
@@ -120,5 +122,5 @@ def test_a_seed_means_the_same_prompts_in_every_dtype():
     drawn = draw_prompts(task, 32, seed=5, dtype=torch.float64)
     assert torch.equal(evaluation_prompts(task, n_prompts=32, seed=5).y, drawn.y)
     assert evaluation_prompts(checkpoint, drawn) is drawn
-    longer = evaluation_prompts(checkpoint, n_prompts=4, context_length=50)
-    assert longer.x.shape == (4, 50, 5)
+    longer = evaluation_prompts(checkpoint, n_prompts=8, context_length=50)
+    assert longer.x.shape == (8, 50, 5)

@@ -148,7 +148,9 @@ def usual_lengths(
     arbitrary, and those of linear attention may overflow.
     """
     given = prompts if prompts is None else prompts[:FEW]
-    few, _ = prompts_and_law(source, given, analysis="error_curve", task=task, n_prompts=FEW)
+    few, _ = prompts_and_law(
+        source, given, analysis="error_curve", task=task, n_prompts=FEW, repeated=True
+    )
     longest = few.x.shape[1]
     one_pass = not is_learner(source) and predictor_of(source).predict_at_every(few) is not None
     start = getattr(source, "shortest_trained", None)

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.ablation.masked_risk import EXCESS, HeadAblation, single_ablation
+from mechinterp.analysis.ablation.ablate import Ablation, ablate
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
@@ -56,7 +56,7 @@ class LayeredClassification(Classified):
 
     algorithm: Naming | None
     """Evidence for the label of several layers; None for a single layer."""
-    heads: HeadAblation
+    heads: Ablation
     """Excess risk of the full model, and its rise when a head is masked."""
     COLUMNS: ClassVar = {
         "rise": "Excess risk with the head masked minus that of the full model, unit y^2.",
@@ -202,7 +202,7 @@ def classify_layers(
         After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; that outputs are zeroed
         and importances normalised within a layer is a choice made here.
     See also:
-        `classify`, `ablate_heads`, `name_algorithm`.
+        `classify`, `ablate`, `name_algorithm`.
     Example:
         >>> from pathlib import Path
         >>> from torch import nn
@@ -228,7 +228,7 @@ def classify_layers(
         label="undetermined" if algorithm is None else algorithm.label,
         reason=_reason(algorithm, prediction, None if weights is None else weights.model),
         algorithm=algorithm,
-        heads=single_ablation(predictor, prompts, EXCESS),
+        heads=ablate(predictor, prompts, what="heads"),
         near=nearby(prediction, evaluated.families),
         loss=task_loss(prediction, evaluated.ridge, prompts),
         best_factor=factor,

@@ -87,7 +87,7 @@ class Subject:
         if not is_learner(source):
             predictor = predictor_of(cast("Source", source))
             return cls(predictor, task, predictor.n_layers)
-        function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=2)[:2]
+        function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=8)[:2]
         path = cls(function, task, DEPTH).outputs(few)
         has_path = function(few).ndim == 3
         return cls(function, task, len(path) if has_path else DEPTH, has_path)

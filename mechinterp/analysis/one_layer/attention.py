@@ -214,7 +214,13 @@ def attention_patterns(
     if shown < 1:
         raise ValueError(f"shown must be >= 1, got {shown}.")
     prompts, _ = prompts_and_law(
-        source, prompts, analysis="attention_patterns", task=task, n_prompts=n_prompts, seed=seed
+        source,
+        prompts,
+        analysis="attention_patterns",
+        task=task,
+        n_prompts=n_prompts,
+        seed=seed,
+        repeated=True,
     )
     predictor = predictor_of(source)
     n_drawn = len(prompts)

@@ -118,7 +118,7 @@ def patch_activations(
         `attribute_edges`, `probe`.
     Example:
         >>> from mechinterp import load
-        >>> patch_activations(load("softmax-h2-s0"), activation="v", n_prompts=4).effect.shape
+        >>> patch_activations(load("softmax-h2-s0"), activation="v", n_prompts=8).effect.shape
         (1, 41, 2)
     """
     from transformer_lens.utilities import get_act_name  # slow import

@@ -135,8 +135,8 @@ def circuit_faithfulness(
     Example:
         >>> from mechinterp import attribute_edges, load
         >>> checkpoint = load("sparse-h4-noise0.1-s0")
-        >>> circuit = attribute_edges(checkpoint, n_prompts=4).circuit(24)
-        >>> circuit_faithfulness(checkpoint, circuit, n_prompts=4, sizes=[6, 12]).n_edges.tolist()
+        >>> circuit = attribute_edges(checkpoint, n_prompts=8).circuit(24)
+        >>> circuit_faithfulness(checkpoint, circuit, n_prompts=8, sizes=[6, 12]).n_edges.tolist()
         [0, 6, 12, 24, 288]
     """
     require_circuit(circuit)

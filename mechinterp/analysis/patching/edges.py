@@ -182,10 +182,10 @@ def attribute_edges(
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")
-        >>> edges = attribute_edges(checkpoint, n_prompts=4)
+        >>> edges = attribute_edges(checkpoint, n_prompts=8)
         >>> len(edges.to_frame()), edges.circuit(2).columns.tolist()
         (288, ['from', 'to', 'nodes'])
-        >>> attribute_edges(checkpoint, n_prompts=4, nodes="all").senders[:3]
+        >>> attribute_edges(checkpoint, n_prompts=8, nodes="all").senders[:3]
         ('input', 'L0H0', 'L0H1')
     """
     require_prompts(prompts, "attribute_edges")

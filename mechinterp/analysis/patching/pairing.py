@@ -15,7 +15,13 @@ from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.run.evaluation import evaluation_prompts, law_in_force, require_prompts
+from mechinterp.models.run.evaluation import (
+    distinct_pairs,
+    evaluation_prompts,
+    law_in_force,
+    require_number,
+    require_prompts,
+)
 from mechinterp.models.run.predictor import Source
 
 COMPONENTS = ("q", "k", "v")
@@ -152,6 +158,10 @@ def clean_and_corrupted(
     require_prompts(clean, analysis, name=name)
     require_prompts(corrupted, analysis, name="corrupted")
     law = None if task is None else law_in_force(source, task, analysis, clean)
+    if clean is not None and corrupted is not None and len(clean) == len(corrupted):
+        clean, corrupted = distinct_pairs(clean, corrupted)
+        require_number(len(clean), what="distinct pairs of prompts")
+        return clean, corrupted
     drawn = clean is None
     clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
     if corrupted is None and clean.beta is None:
@@ -187,7 +197,7 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> prompts = evaluation_prompts(TaskConfig(d_x=2, noise_var=0.0), n_prompts=4)
+        >>> prompts = evaluation_prompts(TaskConfig(d_x=2, noise_var=0.0), n_prompts=8)
         >>> other = with_task_vectors(prompts, 2 * prompts.beta)
         >>> bool((other.y - 2 * prompts.y).abs().max() < 1e-12)
         True

@@ -59,22 +59,26 @@ ONLY = {
 """Required values of settings of GPT-2, as other values make another model."""
 
 
+EMPTY = ("null", "Null", "NULL", "~", "")
+"""Texts that mean no value in YAML, whose values are all read as texts."""
+
+
 def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
     """Settings that a file of weights, and config.json or config.yaml beside it, state.
 
     Args:
         inside: Settings in the file, under any name.
     Raises:
-        CheckpointError: If a value is not possible, or the file and its config differ.
+        CheckpointError: If a value is not possible, or two of these places differ.
     """
-    stated: dict[str, object] = {}
+    stated: dict[str, tuple[object, str]] = {}
     for file, raw in ((path, inside), *_beside(path)):
         with naming(file):
             for name, value in settled(raw).items():
-                if stated.get(name, value) != value:
-                    raise ValueError(f"{name} must be {stated[name]}, as in the file of weights, got {value}.")  # fmt: skip
-                stated[name] = value
-    return stated
+                known, place = stated.setdefault(name, (value, file.name))
+                if known != value:
+                    raise ValueError(f"{name} must be {known}, as in {place}, got {value}.")
+    return {name: value for name, (value, _) in stated.items()}
 
 
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
@@ -89,7 +93,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         {'n_heads': 4, 'positions': 'rotary'}
     """
     for key, value in ONLY.items():
-        if raw.get(key, value) != value:
+        if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known = {TASK_KEY: raw.get(TASK_KEY)}
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
@@ -152,19 +156,22 @@ def _value(name: str, key: str, value: object) -> object:
 
 
 def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
-    """Settings in Hugging Face's config.json, and in config.yaml of the code of Garg et al."""
-    file, garg = path.with_name("config.json"), path.with_name("config.yaml")
+    """Settings in config.json and in config.yaml beside a file: at the top, and under `model`.
+
+    The training's numbers of points and noise are those of the code of Garg et al.
+    """
+    json_file, yaml_file = path.with_name("config.json"), path.with_name("config.yaml")
     stated: list[tuple[Path, Mapping[str, object]]] = []
-    document = read_json(file) if file.is_file() else None
-    if isinstance(document, dict) and not OWN & set(document):
-        stated.append((file, document))
-    if garg.exists():
-        document = read_yaml(garg)
+    for file, read in ((json_file, read_json), (yaml_file, read_yaml)):
+        document = read(file) if file.is_file() else None
+        if not isinstance(document, dict) or (file == json_file and OWN & set(document)):
+            continue
         points = _within(document, "training", "curriculum", "points", "end")
         noise = _within(document, "training", "task_kwargs", "noise_std")
         model = _within(document, "model")
-        sizes = dict(model) if isinstance(model, dict) else {}
-        stated.append((garg, {**sizes, "n_points": points, "noise_std": noise}))
+        trained = {"n_points": points, "noise_std": noise} if read is read_yaml else {}
+        for part in (document, model if isinstance(model, dict) else {}, trained):
+            stated.append((file, {n: None if v in EMPTY else v for n, v in part.items()}))
     return stated
 
 

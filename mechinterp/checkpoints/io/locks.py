@@ -8,15 +8,12 @@ deletes what is left. A file without the mark is refused, never deleted or repla
 
 import os
 import re
-import signal
 import stat
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from safetensors import SafetensorError
 
@@ -30,6 +27,7 @@ from mechinterp.checkpoints.io.files import (
     write_new,
     writing,
 )
+from mechinterp.interrupts import uninterrupted
 
 if sys.platform != "win32":
     import fcntl
@@ -61,24 +59,6 @@ def locked(file: Path, *, wait: bool = False, busy: str = "training") -> Iterato
         if descriptor is not None:
             with uninterrupted():
                 _unlock(file, descriptor)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the body has ended."""
-    # None: a handler that is not of Python.
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    before = signal.signal(signal.SIGINT, lambda *about: came.append(about))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
 
 
 @dataclass

@@ -3,6 +3,7 @@
 Nothing in it is ever run as code. `Outline` reads its settings and shapes without its numbers and
 without torch."""
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -153,7 +154,8 @@ WEIGHTS = "model.safetensors"
 SNAPSHOTS = "snapshots.safetensors"
 OWN = {"format_version", "experiment"}
 """Fields of a config.json by which this package recognises its own."""
-FILES = ("config.json", WEIGHTS, "history.parquet", SNAPSHOTS, "snapshots")
+HISTORY = "history.parquet"
+FILES = ("config.json", WEIGHTS, HISTORY, SNAPSHOTS, "snapshots")
 """Contents of a checkpoint folder; earlier versions wrote "snapshots"."""
 COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
 DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
@@ -182,8 +184,10 @@ def document_of(
     step: int,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> dict:
-    """Content of config.json: the experiment, its step, and the version of the code that wrote it."""
+    """Content of config.json: the experiment, its step, the version of the code that wrote it, and the SHA-256 of each
+    other file of the checkpoint."""
     document = {
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
@@ -191,7 +195,7 @@ def document_of(
         "step": step,
         "experiment": config.to_dict(),
     }
-    stated = {"assumed": assumed, "origin": origin}
+    stated = {"files": files, "assumed": assumed, "origin": origin}
     return document | {name: dict(value) for name, value in stated.items() if value}
 
 
@@ -205,7 +209,7 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
 
 
 def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
-    """Checked document and experiment; "assumed" and "origin" default to empty.
+    """Checked document and experiment; "files", "assumed" and "origin" default to empty.
 
     Raises:
         CheckpointError: If a field is missing or wrong.
@@ -221,11 +225,37 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
             raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer >= 0, got {step!r}.")
-        document = {"assumed": {}, "origin": {}} | document
-        for name in ("assumed", "origin"):
+        parts = ("files", "assumed", "origin")
+        document = {name: {} for name in parts} | document
+        for name in parts:
             if not isinstance(document[name], dict):
                 raise ValueError(f"{name} must be a JSON object, got {document[name]!r}.")
         return document, from_dict(document["experiment"])
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file, as config.json lists it."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_stated(file: Path, files: Mapping[str, object]) -> None:
+    """Refuse a file that is not the one which config.json lists under its name; other names are not checked.
+
+    Raises:
+        CheckpointError: If it is missing or has another SHA-256.
+    """
+    if (stated := files.get(file.name)) is None:
+        return
+    rule = f"must be the file that config.json lists (SHA-256 {str(stated)[:12]})"
+    if not file.exists():
+        raise CheckpointError(f"{file}: {rule}, but it is missing: copy the whole folder.")
+    with readable(file, "a file of a checkpoint", None):
+        found = sha256_of(file)
+    if found != stated:
+        raise CheckpointError(
+            f"{file}: {rule}, got another ({found[:12]}): copy the whole folder of one model."
+        )
 
 
 def named_config(what: str) -> ExperimentConfig:
@@ -291,16 +321,20 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFrame | None:
+def read_history(
+    path: Path, config: ExperimentConfig, step: int, files: Mapping[str, object]
+) -> pd.DataFrame | None:
     """History of a checkpoint folder; None without one.
 
     Args:
         step: Step of the checkpoint, the largest that a row may have.
+        files: SHA-256 of the files that config.json lists.
     Raises:
         CheckpointError: If the file is not such a history, or exceeds the bounds of `read_numbers`.
     """
-    file = path / "history.parquet"
+    file = path / HISTORY
     if not os.path.lexists(file):
+        require_stated(file, files)
         return None
     bounds = {"step": step, "head": config.model.n_heads - 1}
     if not config.trains_compiled:
@@ -314,6 +348,7 @@ def read_history(path: Path, config: ExperimentConfig, step: int) -> pd.DataFram
                 raise CheckpointError(f"{file}: {name} must lie in 0 to {bound}, got {got}.")
     if not history["step"].is_monotonic_increasing:
         raise CheckpointError(f"{file}: step must not fall from row to row.")
+    require_stated(file, files)
     return history
 
 
@@ -324,7 +359,16 @@ def snapshot_steps(path: Path) -> list[int]:
         CheckpointError: If they cannot be read.
     """
     file = path / SNAPSHOTS
-    return read_steps(file) if file.exists() else sorted(old_snapshots(path))
+    if file.exists():
+        return read_steps(file)
+    require_stated(file, stated_files(path))
+    return sorted(old_snapshots(path))
+
+
+def stated_files(path: Path) -> dict[str, object]:
+    """SHA-256 of the files that the config.json of a folder lists; empty without one, or for an older folder."""
+    file = path / "config.json"
+    return read_document(file)[0]["files"] if file.is_file() and is_native(path) else {}
 
 
 def old_snapshots(path: Path) -> dict[int, Path]:
@@ -385,11 +429,13 @@ class Outline:
     @cached_property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step up to `step`, layer (of several) and head: loss, eval_loss, ...; or None."""
-        if self.format != "native" or not os.path.lexists(self.path / "history.parquet"):
+        if self.format != "native":
             return None
         # The folder's own step: `step` is earlier for a model during training.
+        if not is_native(self.path):
+            return None
         document, config = read_document(document_file(self.path))
-        history = read_history(self.path, config, document["step"])
+        history = read_history(self.path, config, document["step"], document["files"])
         return None if history is None else history[history["step"] <= self.step]
 
     @property
@@ -416,5 +462,6 @@ def outline_of(path: Path) -> Outline | None:
     with naming(file):
         shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)
+    require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
     return Outline(path, config, shapes=shapes, **stated)

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice, composition_scores
 
+from mechinterp.interrupts import uninterrupted
 from mechinterp.models.hooked.blocks import Attention, Unembed
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.hooked.masks import lock_of
@@ -41,6 +43,32 @@ class HookError(ValueError, AssertionError, KeyError):
     __str__ = Exception.__str__  # KeyError's __str__ would quote the text
 
 
+@dataclass(eq=False)
+class Context:
+    """A block with hooks on a model."""
+
+    ends: bool
+    """True: the hooks are on until the end of the block. False: they stay, as the user wants."""
+    open: bool = True
+    entered: bool = False
+
+    def scoped(self, hooks: list[tuple]) -> list[tuple]:
+        """The hooks, which do nothing once the block has ended."""
+        if not self.ends:
+            return hooks
+        return [(name, partial(_while_open, self, hook)) for name, hook in hooks]
+
+
+def _while_open(context: Context, function: Callable, value: Any, hook: HookPoint) -> Any:
+    return function(value, hook=hook) if context.open else None
+
+
+def _has_ended(hook: object) -> bool:
+    """True for a hook of a block that has ended."""
+    ours = isinstance(hook, partial) and hook.func is _while_open
+    return ours and not hook.args[0].open
+
+
 class CheckedHooks(HookedRootModule):
     """A hooked model that refuses hooks on points that do not exist or are switched off.
 
@@ -60,12 +88,35 @@ class CheckedHooks(HookedRootModule):
     ) -> Iterator["CheckedHooks"]:
         """Context with these hooks on the model; other threads wait until it ends.
 
+        Ctrl-C waits while hooks are put on or taken off. A hook that an interrupt leaves on does nothing once its context
+        has ended, and the next context takes it off.
+
         Raises:
             HookError: If a hook point does not exist or is switched off.
         """
-        forward, backward = self._on_points(fwd_hooks), self._on_points(bwd_hooks)
-        with lock_of(self), super().hooks(forward, backward, reset_hooks_end, clear_contexts):
-            yield self
+        context = Context(reset_hooks_end)
+        forward, backward = (context.scoped(self._on_points(h)) for h in (fwd_hooks, bwd_hooks))
+        added = super().hooks(forward, backward, reset_hooks_end, clear_contexts)
+        with lock_of(self):
+            try:
+                with uninterrupted():
+                    self.remove_ended()
+                    added.__enter__()
+                    context.entered = True
+                yield self
+            finally:
+                context.open = False
+                with uninterrupted():
+                    if context.entered:
+                        added.__exit__(None, None, None)
+
+    def remove_ended(self) -> None:
+        """Take off the hooks whose contexts have ended, as an interrupt may leave them on; all others stay."""
+        for point in self.hook_dict.values():
+            for handles in (point.fwd_hooks, point.bwd_hooks):
+                for handle in [each for each in handles if _has_ended(each.user_hook)]:
+                    handle.hook.remove()
+                    handles.remove(handle)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the model. The call waits while another thread has hooks on the model."""

@@ -49,7 +49,7 @@ def mask_heads(
     Raises:
         ValueError: If a number is negative; when the model runs, if a layer has no such head or position.
     See also:
-        `masked`, `ablate_heads`.
+        `masked`, `ablate`.
     Example:
         >>> [name for name, hook in mask_heads([(0, 1)])]
         ['blocks.0.attn.hook_z']

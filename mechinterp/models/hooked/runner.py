@@ -214,6 +214,7 @@ class HookedPredictor:
     def is_hooked(self) -> bool:
         """True if the model has forward hooks, which a shortcut around its modules would skip."""
         with lock_of(self.model):  # waits until hooks of other threads are gone
+            getattr(self.model, "remove_ended", bool)()
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
@@ -256,7 +257,7 @@ def masked(
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
             if a layer with masked heads never ran; if the model has no hook on an MLP that is masked.
     See also:
-        `mask_heads`, `ablate_heads`.
+        `mask_heads`, `ablate`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, draw_prompts

@@ -1,5 +1,6 @@
 """Prompts of an evaluation and the law that they follow: the one place where an analysis gets both."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.predictors import PromptsTask
-from mechinterp.icl.prompts import Prompts, draw_prompts
+from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
 from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
 from mechinterp.models.weights import Weights
 
@@ -17,8 +18,8 @@ N_PROMPTS, N_HOOKED = 4096, 512
 """Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
 PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
-LEAST, LEAST_FITTED = 2, 8
-"""Smallest number of prompts: for a standard error, and if any scalar is fitted to them."""
+LEAST = 8
+"""Smallest number of distinct prompts for a standard error or a label, and if any scalar is fitted to them."""
 UNKNOWN = "unknown"
 """Value of `task` for given prompts of unknown law."""
 
@@ -34,12 +35,13 @@ def prompts_and_law(
     context_length: int | None = None,
     new_tasks: bool = False,
     fitted: int = 0,
+    repeated: bool = False,
 ) -> tuple[Prompts, TaskConfig | None]:
     """Prompts of an analysis and the law in force: every analysis that runs a model calls this.
 
     Args:
         source: A model, or a function from prompts to predictions.
-        prompts: Returned unchanged if given; None: drawn here, as `sample_prompts` draws them.
+        prompts: Given prompts, of which equal ones count once; None: drawn here, as `sample_prompts` draws them.
         analysis: Name of the analysis, for messages.
         task: Law of the prompts. None: the law of the model, also for given prompts, if it was stated;
             "unknown": the law of given prompts is unknown. A `PromptsTask` brings its prompts.
@@ -47,6 +49,7 @@ def prompts_and_law(
         context_length: Pairs per prompt; None: the task's own.
         new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's.
         fitted: Number of scalars that are fitted to the prompts, which decides how many are needed.
+        repeated: True: equal prompts stay and a single prompt is enough, for results without errors and labels.
     Returns:
         The prompts, and their law; None: unknown.
     Raises:
@@ -70,6 +73,7 @@ def prompts_and_law(
         context_length=context_length,
         new_tasks=new_tasks,
         fitted=fitted,
+        repeated=repeated,
     )
     return drawn, law
 
@@ -133,6 +137,7 @@ def evaluation_prompts(
     context_length: int | None = None,
     new_tasks: bool = False,
     fitted: int = 0,
+    repeated: bool = False,
 ) -> Prompts:
     """The given prompts, or evaluation prompts of the model's own task, in the model's dtype.
 
@@ -149,14 +154,44 @@ def evaluation_prompts(
     require_prompts(prompts)
     if prompts is None and isinstance(source, PromptsTask):
         prompts = source.prompts.to(torch.float64)
+    least = 1 if repeated else least_for(fitted)
     if prompts is not None:
-        require_number(len(prompts), fitted, what="prompts")
-        return prompts if context_length is None else prompts.shortened(context_length)
+        given = prompts if context_length is None else prompts.shortened(context_length)
+        given = given if repeated else distinct(given)
+        require_number(len(given), fitted, what="distinct prompts", least=least)
+        return given
     if n_prompts is not None:
-        require_number(n_prompts, fitted)
+        require_number(n_prompts, fitted, least=least)
     drawn = _drawn(source, law, n_prompts, seed, context_length, new_tasks=new_tasks)
-    require_number(len(drawn), fitted)
+    require_number(len(drawn), fitted, least=least)
     return drawn
+
+
+def distinct(prompts: Prompts) -> Prompts:
+    """Given prompts, each of them once; a warning gives the number of distinct ones if some are equal."""
+    return distinct_pairs(prompts)[0]
+
+
+def distinct_pairs(*prompts: Prompts) -> tuple[Prompts, ...]:
+    """Given prompts that belong together row by row, such as clean and corrupted ones, each row once."""
+    rows, given = distinct_rows(*prompts), len(prompts[0])
+    if len(rows) == given:
+        return prompts
+    warnings.warn(
+        f"{len(rows)} distinct prompts of {given} given: equal prompts count once, so that errors are not too small.",
+        stacklevel=3,
+    )
+    return tuple(each[rows] for each in prompts)
+
+
+def least_for(fitted: int) -> int:
+    """Smallest number of distinct prompts for an analysis that fits this many scalars to them.
+
+    Example:
+        >>> least_for(0), least_for(12)
+        (8, 24)
+    """
+    return max(LEAST, PER_FEATURE * fitted)
 
 
 def _drawn(
@@ -250,7 +285,7 @@ def task_for(
         return task
     law = law_in_force(source, task, analysis, prompts)
     if prompts is not None:
-        return PromptsTask.of(prompts, law)
+        return PromptsTask.of(distinct(prompts), law)
     assert law is not None
     return law
 
@@ -293,19 +328,24 @@ def _described(given: object) -> tuple[str, str]:
     return f"{kind}", arrays
 
 
-def require_number(n_prompts: int, fitted: int = 0, *, what: str = "n_prompts") -> None:
-    """Refuse fewer than 2 prompts; with fitted scalars, fewer than 8 or than twice their number.
+def require_number(
+    n_prompts: int, fitted: int = 0, *, what: str = "n_prompts", least: int | None = None
+) -> None:
+    """Refuse fewer than 8 prompts, or fewer than twice the number of fitted scalars.
 
+    Args:
+        least: Smallest number; None: `least_for(fitted)`.
     Raises:
         ValueError: If there are fewer, or it is no whole number.
     Example:
         >>> require_number(8, fitted=3)
     """
     _require_whole(n_prompts, what)
-    least = max(LEAST_FITTED, PER_FEATURE * fitted) if fitted else LEAST
+    least = least_for(fitted) if least is None else least
     if n_prompts < least:
         numbers = f"{counted(fitted, 'number')} {'is' if fitted == 1 else 'are'} fitted to them"
-        why = numbers if fitted else "a standard error needs two"
+        needs = f"a standard error or a label needs {LEAST} distinct ones"
+        why = numbers if least > LEAST else needs if least > 1 else "an analysis needs one"
         raise ValueError(f"{what} must be >= {least}, since {why}, got {n_prompts}.")
 
 

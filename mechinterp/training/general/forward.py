@@ -6,6 +6,7 @@ relu/L scores is compiled (`kernel.py`).
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -47,6 +48,7 @@ class Attention:
     def forward(self, q: Heads, k: Keys, v: Keys) -> Attended:
         """Attention weights and weighted averages of the heads."""
         if is_compiled(self.score, q):
+            _require_kernel()
             return self._by_kernel(q, k, v)
         scores = _rows(q) @ _rows(k, self.n_keys).mT
         pattern, slope = pattern_and_slope(scores, score=self.score, slope=self.slope)
@@ -56,11 +58,8 @@ class Attention:
     def backward(self, of: Attended, d_z: Heads, d_q: Heads, d_k: Keys, d_v: Keys) -> None:
         """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
         if is_compiled(self.score, d_z):
-            from mechinterp.training.general.kernel import attend_back
-
-            taken, pattern = (t.numpy() for t in (of.q, of.k, of.v)), of.pattern.numpy()
-            gradients = (t.numpy() for t in (d_z, d_q, d_k, d_v))
-            attend_back(*taken, *self._kind, pattern, *gradients)
+            _require_kernel()
+            self._back_by_kernel(of, d_z, d_q, d_k, d_v)
             return
         assert of.slope is not None
         d_read, n = _rows(d_z), self.n_keys
@@ -81,6 +80,12 @@ class Attention:
         z = torch.empty_like(q)
         attend(*(t.numpy() for t in (q, k, v)), *self._kind, pattern.numpy(), z.numpy())
         return Attended(q, k, v, pattern, None, z)
+
+    def _back_by_kernel(self, of: Attended, d_z: Heads, *gradients: Tensor) -> None:
+        from mechinterp.training.general.kernel import attend_back
+
+        taken, pattern = (t.numpy() for t in (of.q, of.k, of.v)), of.pattern.numpy()
+        attend_back(*taken, *self._kind, pattern, *(t.numpy() for t in (d_z, *gradients)))
 
     @property
     def _kind(self) -> tuple[int, int, float]:
@@ -199,6 +204,28 @@ class Forward:
         d_wide = _outer(flat, self.streams[layer])
         d_stream.view(len(d_stream), -1).addmm_(self.wide[layer].mT, flat.flatten(1))
         return d_wide
+
+
+@cache
+def _require_kernel() -> None:
+    """Compare the compiled attention, which may come from a folder of the disk, with the tensor operations.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    from mechinterp.training.general.kernel import KINDS, LANES
+    from mechinterp.training.lanes import require_close
+
+    generator, shape = torch.Generator("cpu").manual_seed(0), (4, 2, 3, 4, LANES)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    (q, k, v, d_z), exact = numbers, numbers.double()
+    for kind in KINDS:
+        attention = Attention(kind, 0.5, 3)
+        found, of = torch.empty_like(numbers[:3]), attention._by_kernel(q, k, v)
+        attention._back_by_kernel(of, d_z, *found)
+        expected, by_tensors = torch.empty_like(exact[:3]), attention.forward(*exact[:3])
+        attention.backward(by_tensors, exact[3], *expected)
+        require_close(f"{kind} attention", (of.z, *found), (by_tensors.z, *expected))
 
 
 def is_compiled(score: str, like: Tensor) -> bool:

@@ -11,12 +11,11 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
-from mechinterp.config import SCORES
 from mechinterp.training.lanes import LANES, compiled, exponential, fill, larger, load, store, total
 
-SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = (
-    SCORES.index(score) for score in ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
-)
+KINDS = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
+"""Names of the scores that the step knows; their numbers are known in this file alone."""
+SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = range(len(KINDS))
 
 
 @compiled()
@@ -253,7 +252,7 @@ def set_loss_and_gradients(
     """Set the loss of every model and its gradient in its weights; the gradient arrays must be zero at the start.
 
     `slots` are the heads of each model, [model, slot]; the number n_heads marks an empty slot. `score` is an index in
-    SCORES. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
+    KINDS. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
     """
     d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
     QK = np.zeros((n_heads, d_x, d_model), np.float32)

@@ -6,7 +6,7 @@ for any device and precision, and as a compiled kernel for float32 on the CPU.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend, stack
 from mechinterp.models.layers import is_normalised
@@ -105,6 +105,7 @@ def loss_and_gradients(
     """
     prompts.require_sizes(d_x=weights.d_x, d_y=weights.d_y)
     if weights.device.type == "cpu" and weights.dtype == torch.float32:
+        _require_kernel()
         return _by_kernel(weights, prompts, members)
     return by_tensors(weights, prompts, members)
 
@@ -146,11 +147,34 @@ def by_tensors(
     return loss, weights.with_tensors(named)
 
 
+@cache
+def _require_kernel() -> None:
+    """Compare the compiled step, which may come from a folder of the disk, with the tensor operations on one prompt.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    from mechinterp.training.lanes import require_close
+    from mechinterp.training.one_layer.kernel import KINDS
+
+    task = TaskConfig(d_x=2, context_length=3)
+    members, prompt = membership([1, 2]), draw_prompts(task, 1)
+    for score in KINDS:
+        model = ModelConfig(n_heads=3, score=score, score_slope=0.5)
+        weights = initial_weights(ExperimentConfig(task=task, model=model))
+        weights = weights.with_tensors({n: 2 * t for n, t in weights.tensors.items()})
+        (loss, gradients), (expected_loss, expected) = (
+            step(weights, prompt, members) for step in (_by_kernel, by_tensors)
+        )
+        found = (loss, *gradients.tensors.values())
+        require_close(f"{score} attention", found, (expected_loss, *expected.tensors.values()))
+
+
 def _by_kernel(
     weights: Weights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], Weights]:
     # Imported here, so that reading checkpoints does not load the compiler.
-    from mechinterp.training.one_layer.kernel import set_loss_and_gradients
+    from mechinterp.training.one_layer.kernel import KINDS, set_loss_and_gradients
 
     score, slope = weights.model.score, weights.model.score_slope
     if score == "linear/L":
@@ -162,7 +186,7 @@ def _by_kernel(
     # The kernel takes the y columns of W_O alone.
     y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
     d_y_columns = np.zeros_like(y_columns)
-    settings = (members.slots.numpy(), SCORES.index(score), slope, weights.scale, loss)
+    settings = (members.slots.numpy(), KINDS.index(score), slope, weights.scale, loss)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
         *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
