@@ -113,7 +113,8 @@ def test_no_limit_was_set_on_what_was_confirmed():
     families = {half: set(each.family) for half, each in MODELS.groupby("half")}
     assert families["confirming"] == set(algorithm_models.CONFIRMED_ONLY)
     assert families["later"] == set(algorithm_models.LATER)
-    others = families["confirming"] | families["later"]
+    assert families.get("after", set()) <= set(algorithm_models.AFTER)
+    others = families["confirming"] | families["later"] | set(algorithm_models.AFTER)
     assert families["tuning"] == set(algorithm_models.FAMILIES) - others
     assert len(families["later"]) == 20
 
@@ -144,7 +145,7 @@ def test_near_misses_get_no_name_and_algorithms_get_theirs(half: str, least: int
     ],
 )
 def test_a_model_of_each_rule_gets_its_stored_label_again(family: str, label: str, why: str):
-    (case,) = [each for each in algorithm_models.cases([0]) if each.family == family]
+    (case,) = algorithm_models.cases([0], [family])
     row = MODELS[(MODELS.family == family) & (MODELS.seed == 0)].iloc[0]
     found = name_algorithm(case.source, task=case.task, seed=case.seed)
     assert (found.label, found.why) == (label, why) == (row.label, why), found.reason
