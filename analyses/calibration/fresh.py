@@ -25,7 +25,8 @@ from torch import Tensor
 from analyses.calibration.errors import labelled
 from analyses.calibration.models import NONE, Case, disturbed
 from analyses.calibration.plain_training import SETTINGS, TRAINED, Setting, drawn
-from analyses.lib.measured import parsed, parser_of
+from analyses.lib.measured import parsed, parser_of, provenance
+from analyses.lib.records import save
 from mechinterp import TaskConfig, sample_prompts
 from mechinterp.config import CovarianceConfig
 from mechinterp.icl.prompts import covariance_matrix
@@ -125,7 +126,7 @@ def mixture(task: TaskConfig, random: Random) -> Weights:
 def even_mixture(task: TaskConfig, random: Random) -> Weights:
     """A debiased pair and a kernel head whose output has the same variance; those of the first set added little."""
     own, other = pair(np.eye(task.d_x), task, random), kernel(task, random)
-    prompts = sample_prompts(task, 512, seed=1)
+    prompts = sample_prompts(task, 512, seed=1).to(torch.float64)
     sizes = [head_outputs(each, prompts).sum(1).std() for each in (own, other)]
     QK = torch.cat([own.QK, other.QK])
     return from_circuits(QK, torch.cat([own.OV / 2, other.OV * sizes[0] / sizes[1] / 2]))
@@ -335,6 +336,11 @@ def errors_table(results: Path, name: str = "fresh") -> str:
     return "\n".join(lines)
 
 
+def second_table(results: Path) -> str:
+    """Table of the second set."""
+    return errors_table(results, "second")
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--second", action="store_true", help="the second set")
@@ -345,6 +351,7 @@ def main() -> None:
     for name, table in (("models", frame), ("errors", errors(frame))):
         file = arguments.out / f"calibration_{which}_{name}.csv"
         table.to_csv(file, index=False, float_format="%.6g")
+    save(arguments.out, f"calibration_{which}_errors", [], provenance(errors(frame), [], None))
     print(errors(frame).to_string())
     print(frame[frame.verdict.isin(["wrong", "missed"])].to_string())
 
