@@ -162,6 +162,21 @@ def rates_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def named_table(results: Path) -> str:
+    """Table of wrong names among the named models of the families after the rules, by label."""
+    models = pd.read_csv(results / f"{NAME}_models.csv")
+    models = models[(models.half == "after") & ~models.label.isin(["undetermined", "unstructured"])]
+    lines = ["| label | named | wrong | 95% interval |", "|---|---|---|---|"]
+    for label, group in [*models.groupby("label"), ("all", models)]:
+        wrong = int((group.verdict == "wrong").sum())
+        interval = binomtest(wrong, len(group)).proportion_ci(method="exact")
+        name = label if label == "all" else f"`{label}`"
+        lines.append(
+            f"| {name} | {len(group)} | {wrong} | {interval.low:.1%} to {interval.high:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def limits_table(results: Path) -> str:
     """Table of moved limits on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_limits.csv")
