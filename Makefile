@@ -143,7 +143,7 @@ notebooks-write: .venv/.notebooks ## run the notebooks and keep what they show; 
 		--execute --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 lab: .venv/.notebooks ## open the notebooks in JupyterLab
-	cd notebooks && ../$(BIN)/jupyter lab
+	cd notebooks && ../$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .venv/.notebooks: $(STAMP)
 	$(call with,notebooks)

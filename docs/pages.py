@@ -69,9 +69,7 @@ FIGURES = {
     "What each layer has computed": "probe(sparse).plot()",
     "What a read-out finds after each layer": 'probe(sparse, targets="read_out").plot()',
     "Circuits of several layers": "circuits(sparse).plot()",
-    "Which heads read what others write": "composition_scores(sparse).plot()",
     "Which tokens a head attends to": "attention_patterns(softmax).plot()",
-    "Over how many tokens a head spreads": "attention_entropy(softmax).plot()",
 }
 """The line that makes each figure, by its heading."""
 

@@ -2,14 +2,13 @@
 
 from mechinterp.analysis.ablation.ablate import ablate as ablate
 from mechinterp.analysis.ablation.pruning import prune as prune
+from mechinterp.analysis.check import check as check
 from mechinterp.analysis.circuits import circuits as circuits
 from mechinterp.analysis.comparison import models_frame as models_frame
 from mechinterp.analysis.learners.compare import compare_learners as compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve as error_curve
 from mechinterp.analysis.learners.priors import compare_priors as compare_priors
-from mechinterp.analysis.multi_layer.composition import composition_scores as composition_scores
 from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algorithm
-from mechinterp.analysis.one_layer.attention import attention_entropy as attention_entropy
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits

@@ -65,7 +65,7 @@ def show_progress(callback: ProgressCallback = bar) -> Iterator[None]:
         ...     print(text)
         ...     yield from items
         >>> with show_progress(printed):
-        ...     found = ablate(load("softmax-h2-s0"), n_prompts=64)
+        ...     found = ablate(load("softmax-h2-s0"), what="heads", n_prompts=64)
         masking heads (zero)
     """
     token = _DISPLAY.set(_Display(callback))

@@ -94,6 +94,14 @@ def assert_close_to_rounding(actual: Tensor | np.ndarray, expected: Tensor | np.
     assert error <= ROUNDING[expected.dtype] * largest, f"{error} of {largest}"
 
 
+def without_hashes(folder: Path) -> None:
+    """Make a folder an older one, whose config.json does not list the SHA-256 of the other files."""
+    file = folder / "config.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    del document["files"]
+    file.write_text(json.dumps(document), encoding="utf-8")
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     return generator_for(0, "eval", 0)

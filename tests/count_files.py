@@ -44,7 +44,7 @@ def main() -> None:
         calls: dict[str, Callable[[], object]] = {
             "classify, one layer": lambda: classify(one),
             "classify, a stack": lambda: classify(stack),
-            "load, a GPT-2 file": lambda: load(gpt2, n_heads=4, anyway=True),
+            "load, a GPT-2 file": lambda: load(gpt2, n_heads=4),
             "load, garg-gpt2": lambda: load("checkpoints/garg-gpt2"),
             "train, 20 steps of softmax-h2": lambda: train(short, out=f"{folder}/{next(runs)}"),
         }

@@ -24,8 +24,7 @@ import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.multi_layer.classify import classify_layers
-from mechinterp.analysis.multi_layer.composition import composition_scores
-from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
+from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
 from mechinterp.checkpoints.checkpoint import checkpoint_of, save
@@ -96,7 +95,7 @@ def shipped(name: str, *heads: int) -> Callable[[Path], Case]:
 
 def loaded(path: Path, *heads: int, **hints: int) -> Case:
     """The checkpoint that a file is read as."""
-    checkpoint = mi.load(path, anyway=True, **hints)
+    checkpoint = mi.load(path, **hints)
     return Case(checkpoint, heads, checkpoint.task, path.parent)
 
 
@@ -212,8 +211,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "compare_learners": lambda c: mi.compare_learners(c.source, c.prompts()),
     "response": lambda c: mi.response(c.source, n_prompts=512),
     "attention_patterns": lambda c: attention_patterns(c.source, c.prompts()[:8]),
-    "composition_scores": lambda c: composition_scores(c.source),
-    "attention_entropy": lambda c: attention_entropy(c.source, c.prompts()[:32]),
     "ablate heads": lambda c: mi.ablate(c.source, c.prompts(), what="heads"),
     "ablate": lambda c: mi.ablate(c.source, c.prompts()),
     "ablate subsets": lambda c: mi.ablate(c.source, c.prompts(), what="subsets"),
@@ -236,7 +233,9 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "attribute_edges": lambda c: mi.attribute_edges(
         c.source, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], ig_steps=2
     ),
-    "compare_priors": lambda c: mi.compare_priors(c.source, c.task, c.pool, **FEW_PROMPTS),
+    "compare_priors": lambda c: mi.compare_priors(
+        c.source, task=c.task, pool=c.pool, **FEW_PROMPTS
+    ),
     "compare": lambda c: compare([c.source, c.source], n_prompts=64),
     "over_steps": lambda c: mi.over_steps(c.source, "ablate", what="heads", n_prompts=64),
     "linear_components": lambda c: mi.linear_components(c.source),

@@ -26,7 +26,7 @@ from tests.test_doors import SHORTENED, as_for_users
 KINDS = ("softmax-h2-s0", "linear-merged-s0", "descent", "plain module")
 SLOW = {"attribute-edges": "descent"}
 """Analyses that are run on one kind only."""
-DEEP = {"name-algorithm", "composition-scores", "attribute-edges", "prune", "probe", "p-probe"}
+DEEP = {"name-algorithm", "attribute-edges", "prune", "probe", "p-probe"}
 """Analyses of several layers."""
 
 

@@ -143,7 +143,7 @@ def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     gpt2_file(tmp_path)
     deep_softmax(tmp_path)
     path = "checkpoints/softmax-h2-s0" if kind == "one layer" else str(tmp_path / kind)
-    hints = ("--n-heads", "4", "--anyway") if kind == "x.pt" else ()
+    hints = ("--n-heads", "4") if kind == "x.pt" else ()
     code, loaded = loaded_by("classify", path, "--n-prompts", "64", "--json", *hints)
     assert code == "0"
     assert "mechinterp.analysis.one_layer.classify" in loaded

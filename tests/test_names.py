@@ -99,3 +99,29 @@ def test_json_and_the_page_show_the_name_of_the_registry(run: Run, tmp_path):
     assert "<h2>History</h2>" in text
     for name in names:
         assert f"Analysis {name}:" in text
+
+
+NO_LAW = {"circuits", "history", "jump_forecast", "linear_components"}
+"""Analyses that run no model on prompts."""
+FULL = {"local_learning_coefficient"}
+"""Analyses with as many arguments as one may have: prompts of another law are given as prompts."""
+
+
+@pytest.mark.parametrize("name", sorted(each.function.__name__ for each in ANALYSES.values()))
+def test_every_analysis_that_runs_a_model_takes_a_law(name: str):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    assert ("task" in parameters) == (name not in NO_LAW | FULL)
+    if "task" in parameters:
+        assert parameters["task"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert {"n_prompts", "seed"} <= parameters.keys()
+
+
+COMMANDS = {"analyse", "convert", "info", "predict-jumps", "report", "score", "sweep", "train"}
+"""Commands that run no single analysis, or any of them."""
+
+
+def test_commands_have_the_names_of_their_analyses(run: Run):
+    text = run("--help").out
+    listed = re.findall(r"^  ([a-z-]+)  ", text.partition("Commands:")[2], re.M)
+    assert {"classify", "ablate", "prune", "probe", "compare-learners"} <= set(listed)
+    assert set(listed) - COMMANDS - {"check"} <= ANALYSES.keys()

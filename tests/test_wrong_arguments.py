@@ -136,11 +136,11 @@ def test_a_task_is_as_good_as_its_fields(tmp_path):
     stated = tmp_path / "task.json"
     stated.write_text(json.dumps(fields))
     for task in (TaskConfig(**fields), fields, stated, str(stated)):
-        checkpoint = load(file, n_heads=2, task=task, anyway=True)
+        checkpoint = load(file, n_heads=2, task=task)
         assert checkpoint.task == TaskConfig(**fields)
         assert not {f"task.{name}" for name in fields} & checkpoint.assumed.keys()
         assert {"covariance", "query_noise"} <= set(checkpoint.task.assumed)
-    whole = load(file, n_heads=2, task=TaskConfig().assuming(()), anyway=True)
+    whole = load(file, n_heads=2, task=TaskConfig().assuming(()))
     assert not [name for name in whole.assumed if name.startswith("task.")]
     for wrong, word in (("noise_var=0.1", "JSON"), (TaskConfig(d_x=4, d_y=1), "d_x")):
         assert word in refusal(lambda wrong=wrong: load(file, n_heads=2, task=wrong))

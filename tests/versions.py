@@ -12,6 +12,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from tests.evidence import stamp
+
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 LOWEST = "lowest-direct"
@@ -103,6 +105,7 @@ def main(uv: str, folder: Path) -> int:
         outcome, passed = tested(uv, folder, python, resolution)
         good = good and passed
         print(f"Python {python}  {resolution:13}  {outcome}", flush=True)
+    stamp("versions")
     return 0 if good else 1
 
 

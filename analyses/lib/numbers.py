@@ -3,8 +3,8 @@
 
 analyses/numbers.toml names the source of each number by group and name: a `record` and one of its
 models; the `value` of a `table` of results (a column or a formula of columns) in the rows that
-satisfy all conditions of `where`; the ratio in a row of the output of `make bench`; or the number
-of `files`. The tables `gpu_results` and `gpu_speed` are those of `make test-gpu` and `make
+satisfy all conditions of `where`; the ratio in a row of the output of `make bench`; the number
+of `files`; or the commit or day of `evidence`. The tables `gpu_results` and `gpu_speed` are those of `make test-gpu` and `make
 bench-gpu`. `show` is its format. A fast test fills every page anew, so that a changed digit is
 noticed."""
 
@@ -22,6 +22,7 @@ from analyses.lib.records import all_records, span
 from analyses.sparse.settings_table import table_of
 
 BENCH = ROOT / "tests" / "benchmarks" / "README.md"
+EVIDENCE = ROOT / "tests" / "evidence.json"
 MARK = re.compile(r"<!-- v: ([\w.-]+) -->(.*?)<!-- /v -->", re.DOTALL)
 
 
@@ -108,6 +109,9 @@ def _number(name: str) -> str:
     """
     group, _, key = name.partition(".")
     source = sources()[group][key]
+    if "evidence" in source:
+        found = json.loads(EVIDENCE.read_text(encoding="utf-8"))
+        return found[source["evidence"]][source["value"]]
     if source["show"] == "text":
         return str(chosen(source)[source["value"]].item())
     values, errors = measured(source)

@@ -33,8 +33,7 @@ class Circuits(Result):
 
     In token coordinates they are direct paths: how a query's token attends to a key's, and what a
     head copies from the key's token to the prediction, without other layers in between.
-    `composition_scores` shows which heads read others. Otherwise they are of the weights alone, and
-    numbers about x and y are NaN.
+    Otherwise they are of the weights alone, and numbers about x and y are NaN.
     """
 
     QK: Float[np.ndarray, "layer head query key"]
@@ -205,7 +204,7 @@ def circuits(source: Source) -> Circuits:
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
     See also:
-        `classify`, `classify_circuits`, `composition_scores`.
+        `classify`, `classify_circuits`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import diagonal_heads
         >>> circuits(diagonal_heads([0.1, -0.1], [3.0, -3.0], d_x=5))

@@ -10,7 +10,6 @@ from typing import ClassVar, cast
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 from jaxtyping import Float
 
 from mechinterp import figures
@@ -23,7 +22,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, counted
 from mechinterp.fields import flatten
-from mechinterp.icl.prompts import prompt_chunks
+from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import learner_of
 from mechinterp.progress import progress
 
@@ -75,7 +74,7 @@ class Comparison(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per model."""
-        return self.models
+        return self.models.copy()
 
     def settings_frame(self) -> pd.DataFrame:
         """One row per setting and pattern: means over the models, with standard errors."""
@@ -152,17 +151,13 @@ def compare(
     for each in progress(checkpoints, "classifying models"):
         weights_of(each, "compare")
         found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
-        task = each.config.task
-        model = learner_of(each)
-        losses = [
-            (model(prompts) - prompts.y_query).square().mean(1).double()
-            for prompts in prompt_chunks(task, 5 * n_prompts, seed=seed)
-        ]
+        prompts = evaluation_prompts(each, n_prompts=5 * n_prompts, seed=seed)
+        losses = (learner_of(each)(prompts) - prompts.y_query).square().mean(1).double()
         mu, active = found.circuits.mu[0].mean(1), np.array(found.labels) != "dummy"
         heads.append((found.omega_form, mu))
         rows.append(
             {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.label}
-            | estimates(loss=mean_and_sem(torch.cat(losses).numpy()))
+            | estimates(loss=mean_and_sem(losses.numpy(force=True)))
             | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
             | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
         )

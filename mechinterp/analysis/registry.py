@@ -28,8 +28,6 @@ from mechinterp.models.run.predictor import predictor_of
 MOST_EDGES = 1_200
 """Largest number of edges between heads at which the default page includes them; patching more
 takes minutes."""
-DISTRIBUTIONS = ("softmax", "1+tanh", "(1+Cx)^2")
-"""Scores whose attention weights are >= 0 and sum to 1."""
 Model = Checkpoint | HookedModule
 Needs = Callable[[Model], bool]
 """Function that returns True if a model satisfies a requirement."""
@@ -70,21 +68,10 @@ def weights_by_name(source: Model) -> bool:
     return own_weights(by_weights(source))
 
 
-def weights_of_layers(source: Model) -> bool:
-    """True for weights of this package with two layers or more."""
-    return own_weights(source) and several_layers(source)
-
-
 def patterns(source: Model) -> bool:
     """True if the attention weights can be read."""
     predictor = predictor_of(source)
     return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
-
-
-def a_distribution(source: Model) -> bool:
-    """True if the attention weights can be read, are >= 0 and sum to 1."""
-    weights = predictor_of(source).weights
-    return patterns(source) and (weights is None or weights.model.score in DISTRIBUTIONS)
 
 
 def edges_to_patch(source: Model) -> bool:
@@ -264,8 +251,6 @@ ENTRIES = (
         on_page=nothing,
         title="Attention on prompts",
     ),
-    Analysis("one_layer.attention:attention_entropy", a_distribution),
-    Analysis("multi_layer.composition:composition_scores", weights_of_layers),
     Analysis("multi_layer.naming:name_algorithm"),
     Analysis("learners.compare:compare_learners", on_page=nothing, title="Which learner"),
     Analysis(

@@ -3,7 +3,7 @@ package's folders."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
 from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
@@ -119,9 +119,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     """
     file = path / SNAPSHOTS
     if file.exists():
-        snapshots = {step: (file, tensors) for step, tensors in _unstacked(file).items()}
-        require_stated(file, stated_files(path))
-        return snapshots
+        return {step: (file, tensors) for step, tensors in _unstacked(file).items()}
     require_stated(file, stated_files(path))
     by_step = sorted(old_snapshots(path).items())
     return {step: (file, read_arrays(file)) for step, file in by_step}
@@ -189,14 +187,22 @@ class Checkpoint(Run):
     """"native", or the format of an external file."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """Settings that the file did not state and that were assumed, by dotted name."""
+    stated: Mapping[str, object] = field(default_factory=dict)
+    """Settings of an external file that it or the user states, by dotted name."""
+    known: Mapping[str, object] = field(default_factory=dict)
+    """Settings that the code of the file's format, or the shapes, fix."""
+    proven: Mapping[str, object] = field(default_factory=dict)
+    """Settings that recorded predictions prove."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """How a model was made, beyond training by its config: the model that was pruned, its heads,
     later changes."""
-    readings: tuple[Reading, ...] = ()
+    readings: Sequence[Reading] = ()
     """Possible readings of a file that leaves settings open, that of `weights` first; empty if
     nothing was open."""
     kept: Mapping[int, Weights] = field(default_factory=dict)
     """Weights by step, for a run of several files."""
+    doubting: Callable[[], str] | None = None
+    """Computes why the reading of an external file may be wrong; None: nothing to doubt."""
 
     def __repr__(self) -> str:
         task, mlps = self.task, "" if self.config.model.d_mlp is None else " with MLPs"
@@ -231,16 +237,20 @@ class Checkpoint(Run):
         """True if this package trained the model, so that its task is known."""
         return "step" not in self.assumed
 
-    @property
-    def understood(self) -> bool:
-        """True if the model, as it was read, predicts better than 0 on prompts of the task; always
-        True for own checkpoints."""
-        return self.assumed.get("understood") is not False
+    @cached_property
+    def doubt(self) -> str:
+        """Why an external file may have been read wrongly, or under a wrong task; empty if nothing
+        suggests it. Computed on first use."""
+        if "doubt" in self.assumed:
+            return str(self.assumed["doubt"])
+        if self.readings and not self.readings[0].predicts:
+            return predicts_nothing(self.readings)
+        return "" if self.doubting is None else self.doubting()
 
     @property
-    def doubt(self) -> str:
-        """Why an external file may have been read wrongly; empty if nothing suggests it."""
-        return str(self.assumed.get("doubt", ""))
+    def assumed_and_doubt(self) -> dict[str, object]:
+        """What was assumed, with the doubt if there is one, as folders store it."""
+        return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
 
     @property
     def training(self) -> TrainConfig | None:
@@ -297,6 +307,8 @@ class Checkpoint(Run):
             step: weights_from(tensors, self.config, file)
             for step, (file, tensors) in read_snapshots(self.path).items()
         }
+        if not self.kept:
+            require_stated(self.path / SNAPSHOTS, stated_files(self.path))
         return {step: weights.to(self.weights.device) for step, weights in kept.items()}
 
     @property
@@ -349,7 +361,7 @@ class Checkpoint(Run):
             task=self.task,
             trained_here=self.trained_here,
             law_stated=self.trained_here or self.task.states_law,
-            doubt=self.doubt,
+            doubts=partial(getattr, self, "doubt"),
         )
         vars(self)["weights"] = None  # from now on the predictor has them
         return predictor
@@ -396,7 +408,7 @@ class Checkpoint(Run):
             step=self.step,
             history=self.history,
             snapshots=self.snapshots,
-            assumed=self.assumed,
+            assumed=self.assumed_and_doubt,
             origin=self.origin,
         )
         if card:

@@ -14,9 +14,8 @@ from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints, with_options
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_of
 from mechinterp.checkpoints.hub import downloaded, is_repository
-from mechinterp.checkpoints.io.files import CheckpointError, NotUnderstoodError, naming
+from mechinterp.checkpoints.io.files import CheckpointError, naming
 from mechinterp.checkpoints.io.tensor_files import (
-    BESIDE,
     SUFFIXES,
     folder_file,
     has_weights_ending,
@@ -29,6 +28,8 @@ from mechinterp.checkpoints.shipped import shipped_path
 from mechinterp.config import TaskConfig, task_fields
 
 CONFIG = "config.json"
+BESIDE = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng|ema).*", re.IGNORECASE)
+"""Names of files beside the weights: states of optimisers and random numbers, averaged weights."""
 WORD = re.compile(r"([a-z]*)[^a-z]*$")
 STEP_WORDS = (
     *("step", "steps", "iter", "iters", "iteration", "iterations", "it", "epoch", "ep"),
@@ -216,11 +217,11 @@ def load(
         return _run_at(path, hints)
     with naming(path):
         if path.is_dir() and not is_marked(path) and (steps := steps_of(checkpoints_in(path))):
-            return _understood(_run(steps, hints), hints)
+            return _run(steps, hints)
         stored = _stored(path, hints)
         if isinstance(stored, Stored):
             stored = replace(read_foreign([stored], hints), path=path)
-        return _understood(stored, hints)
+        return stored
 
 
 def _local(path: str | Path, revision: str | None, token: str | bool | None) -> Path:
@@ -235,20 +236,11 @@ def _local(path: str | Path, revision: str | None, token: str | bool | None) -> 
     return local
 
 
-def _understood(checkpoint: Checkpoint, hints: Hints) -> Checkpoint:
-    """The checkpoint; refused if its file was not understood, unless `anyway` is set."""
-    if checkpoint.understood or hints.anyway:
-        return checkpoint
-    raise NotUnderstoodError(
-        f"{checkpoint.path}: {checkpoint.assumed.get('doubt')}; --anyway (anyway=True) loads it all the same."
-    )
-
-
 def _run_at(path: str | Path | Sequence[str | Path], hints: Hints) -> Checkpoint:
     """Run of a pattern or of a list of files."""
     steps = _steps_at(path)
     with naming(next(iter(steps.values())).parent):
-        return _understood(_run(steps, hints), hints)
+        return _run(steps, hints)
 
 
 def _steps_at(path: str | Path | Sequence[str | Path]) -> dict[int, Path]:
@@ -373,7 +365,7 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
 def _require_no_hints(path: Path, hints: Hints, stated: str) -> None:
     """Refuse hints for a checkpoint that states everything, except its own format."""
     for name, value in hints.given.items():
-        if (name, value) != ("format", stated) and name != "anyway":
+        if (name, value) != ("format", stated):
             raise CheckpointError(
                 f"{path}: {name} is only for files that do not state it, got {value} for a checkpoint of format {stated}."
             )

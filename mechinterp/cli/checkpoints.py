@@ -17,6 +17,8 @@ from mechinterp.cli.options import (
     QuietOption,
     Request,
     SeedOption,
+    argument,
+    is_own_object,
     option,
     prompts_of,
     reads_files,
@@ -34,6 +36,7 @@ from mechinterp.cli.printing import (
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.plain_modules import HookedModule
 
 
 @reads_files(device=True, request=True)
@@ -117,6 +120,68 @@ def _steps(
             numbers["loss_sem"] = losses["eval_loss_sem"][step]
             steps[path] = replace(run.at(step), path=path), numbers
     return steps
+
+
+@reads_files(device=True, request=True)
+def check(
+    path: Annotated[
+        Path,
+        argument(
+            "MODULE_OR_FILE",
+            "my_module:model, a PyTorch module or a function that makes one, in the current folder; or a checkpoint, or a file of weights.",
+        ),
+    ],
+    *,
+    request: Request,
+    files: Files,
+) -> None:
+    """First look at a model: its loss, what is assumed, and which analyses run. Example: mechinterp check softmax-h2-s0"""
+    from mechinterp.analysis.check import check as check_model
+    from mechinterp.analysis.result import records
+    from mechinterp.checkpoints.load import load
+    from mechinterp.report.to_json import SCHEMA_VERSION
+
+    with about_paths(path, *request.files):
+        own = is_own_object(path)
+        model = _own_model(str(path), files) if own else load(path, **dict(files.hints.given))
+        if request.context_length is not None:
+            model = model.at_length(request.context_length)
+        drawn_by = {"prompts": request.given, "n_prompts": request.n_prompts, "seed": request.seed}
+        given = {name: value for name, value in drawn_by.items() if value is not None}
+        found = check_model(model, task=files.law, **given)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "path": str(path),
+        "model": found.model,
+        "loss": vars(found.loss),
+        "doubt": found.doubt,
+        "settings": records(found.settings),
+        "analyses": records(found.analyses),
+    }
+    answer(document | request.note, str(found), as_json=request.as_json)
+
+
+def _own_model(named: str, files: Files) -> "HookedModule":
+    """The module `my_module:model` with hooks.
+
+    Raises:
+        ValueError: If there is no such name, or it is neither a module nor a function that makes one.
+    """
+    from torch import nn
+
+    from mechinterp.analysis.registry import own_function
+    from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+
+    own = own_function(named)
+    made = own if isinstance(own, nn.Module) else own()
+    if isinstance(made, HookedModule):
+        return made
+    if not isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise ValueError(
+            f"{named}: must be a torch.nn.Module, a hooked module or a function that returns one, got {kind}."
+        )
+    return hook_module(made, task=files.hints.task, heads=files.hints.n_heads)
 
 
 @reads_files()

@@ -19,7 +19,7 @@ from mechinterp.cli.analyses import (
     response,
     score,
 )
-from mechinterp.cli.checkpoints import classify, convert, info, report
+from mechinterp.cli.checkpoints import check, classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import option
 from mechinterp.cli.printing import TOO_LARGE, complain, is_out_of_memory, say
@@ -94,6 +94,7 @@ for run_command in (
     train,
     sweep,
     predict_jumps,
+    check,
     classify,
     response,
     ablate,

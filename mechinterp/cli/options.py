@@ -1,6 +1,7 @@
 """Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
@@ -90,7 +91,24 @@ def hints_of(**given: Any) -> Hints:
     task, rows = given.pop("task", None), given.pop("model", None)
     joins = (row.partition("=") for row in rows or ())
     model = {name: _typed(value) for name, _, value in joins} or None
-    return Hints(task=None if task is None else task_fields(task), model=model, **given)
+    renamed = (row.partition("=") for row in given.pop("map", None) or ())
+    names = {theirs: known for theirs, _, known in renamed} or None
+    fields = None if task is None else task_fields(_task_of(task))
+    return Hints(task=fields, model=model, map=names, **given)
+
+
+def _task_of(text: str) -> object:
+    """Task of --task: fields in JSON text, or else the path of a JSON file."""
+    import json
+
+    if not text.lstrip().startswith("{"):
+        return Path(text)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--task must be a JSON file or JSON text, got {text!r:.80} ({error})."
+        ) from None
 
 
 def _typed(text: str) -> str | bool | int | float:
@@ -190,6 +208,11 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
+def is_own_object(path: Path) -> bool:
+    """True for module:name, such as my_module:model, unless there is a file of that name."""
+    return bool(re.fullmatch(r"[\w.]+:\w+", str(path))) and not os.path.lexists(path)
+
+
 def find_paths(given: dict[str, Any]) -> None:
     """Replace the names of shipped models by their paths, and refuse a path that does not exist before anything is loaded.
 
@@ -199,6 +222,10 @@ def find_paths(given: dict[str, Any]) -> None:
     from mechinterp.checkpoints.shipped import shipped_path
 
     several = "paths" in given
+    if not several and is_own_object(given["path"]):
+        return
+    if given.get("predictions") and several and len(given["paths"]) > 1:
+        raise ValueError(f"--predictions are those of one file, got {len(given['paths'])} paths.")
     paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
     given |= {"paths": paths} if several else {"path": paths[0]}
     table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
@@ -313,5 +340,5 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     ]
     tried = "; ".join(map(repr, checkpoint.readings[:2]))
     losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-    words = [str(shown[name]) for name in ("undetermined", "doubt") if name in shown]
+    words = [each for each in (str(shown.get("undetermined", "")), checkpoint.doubt) if each]
     return "; ".join([", ".join(assumed) + losses, *words])

@@ -56,7 +56,7 @@ class Scores(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per entry and score."""
-        return self.rows
+        return self.rows.copy()
 
     def summary(self, by: str | None = None) -> pd.DataFrame:
         """Mean of each score over entries and its standard error, with the best value and that of a random order.
@@ -286,7 +286,7 @@ class Judgement(Result):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per entry and seed."""
-        return self.rows
+        return self.rows.copy()
 
     def summary(self) -> pd.DataFrame:
         """One row per entry and one for all: mean relative error with its standard error, and the fraction of estimates

@@ -317,7 +317,10 @@ def contents_of(
     if left_out:
         text = " ".join(f"{', '.join(names)}: {why}" for why, names in left_out.items())
         listed.append(Section("Left out", text, "They need what the model or the prompts lack."))
-    return str(classified.verdict), classified.loss_text, listed
+    verdict = str(classified.verdict)
+    if classified.label == "undetermined" and "response" in results:
+        verdict += f"\nWhat it does: {sentences_of(results['response'])[0]}"
+    return verdict, classified.loss_text, listed
 
 
 def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Section:

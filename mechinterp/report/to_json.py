@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.folder import Outline
 
+BASES = ("proven", "stated", "known")
+"""Grounds of the settings that are not assumed; JSON documents show those of external files."""
 SCHEMA_VERSION = 3
 """Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
@@ -27,9 +29,9 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
     return {
         "schema_version": SCHEMA_VERSION,
         "path": str(checkpoint.path),
-        **({"understood": False} if checkpoint.assumed.get("understood") is False else {}),
         "format": checkpoint.format,
-        "assumed": {**checkpoint.assumed, **number},
+        "assumed": {**getattr(checkpoint, "assumed_and_doubt", checkpoint.assumed), **number},
+        **{n: dict(v) for n in BASES if (v := getattr(checkpoint, n, None))},
         "n_layers": shape.n_layers,
         "n_heads": shape.n_heads,
         "d_x": task.d_x,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mechinterp.analysis.one_layer.attention import attention_entropy, attention_patterns
+from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts
@@ -63,13 +63,12 @@ def entropy_of(p: np.ndarray) -> np.ndarray:
 
 
 def test_entropy_of_uniform_of_one_hot_and_of_kernel_attention(prompts: Prompts):
-    found = attention_entropy(kernel_head(0.0, 1.5, d_x=5), prompts)
+    found = attention_patterns(kernel_head(0.0, 1.5, d_x=5), prompts)
     np.testing.assert_allclose(found.entropy, np.log(40), rtol=1e-14)
-    np.testing.assert_allclose(found.uniform_entropy, np.log(40), rtol=1e-14)
     np.testing.assert_allclose(found.entropy_sem, 0, atol=1e-15)
     # The gap between the two most similar keys is multiplied by 1e6: all others underflow.
-    assert attention_entropy(kernel_head(1e6, 1.5, d_x=5), prompts).entropy.item() < 1e-12
-    found = attention_entropy(kernel_head(0.5, 1.5, d_x=5), prompts)
+    assert attention_patterns(kernel_head(1e6, 1.5, d_x=5), prompts).entropy.item() < 1e-12
+    found = attention_patterns(kernel_head(0.5, 1.5, d_x=5), prompts)
     scores = 0.5 * np.einsum("blx,bx->bl", prompts.x.numpy(), prompts.x_query.numpy())
     weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     each = np.log(np.exp(scores).sum(1)) - (weights * scores).sum(1)  # log Z - <s>
@@ -90,24 +89,24 @@ def test_heads_of_several_layers_are_those_of_the_hooks(kind: dict):
     model = random_model(**kind)
     prompts = short_prompts()
     _, cache = model.run_with_cache(model.tokens(prompts))
-    found = attention_entropy(model, prompts)
+    found = attention_patterns(model, prompts)
     for layer in range(3):
         expected = entropy_of(cache["pattern", layer][:, :, -1].numpy(force=True)).mean(0)
         np.testing.assert_allclose(found.entropy[layer], expected, rtol=1e-10)
     n_keys = {"context_only": 9, "norm": 9, "layout": 19}[next(iter(kind))]
-    np.testing.assert_allclose(found.uniform_entropy, np.log(n_keys))
-    assert np.all(found.random_entropy < np.log(n_keys))
-    assert np.all(found.random_entropy_sd > 0)
+    assert np.all(found.entropy < np.log(n_keys))
+    frame = found.to_frame().groupby(["layer", "head"])[["entropy", "entropy_sem"]].first()
+    np.testing.assert_allclose(frame["entropy"].to_numpy(), found.entropy.ravel())
+    np.testing.assert_allclose(frame["entropy_sem"].to_numpy(), found.entropy_sem.ravel())
 
 
-def test_a_bridge_has_entropies_and_no_random_weights():
+def test_a_bridge_has_entropies():
     gpt2, prompts = random_gpt2(), short_prompts()
-    found = attention_entropy(gpt2, prompts)
+    found = attention_patterns(gpt2, prompts)
     _, cache = gpt2.model.run_with_cache(gpt2.embed(prompts))
     pattern = cache["blocks.2.attn.hook_pattern"][:, :, -1].numpy(force=True)
     np.testing.assert_allclose(found.entropy[2], entropy_of(pattern).mean(0), rtol=1e-10)
-    assert np.isnan(found.random_entropy).all()
-    assert len(found.to_frame()) == 6
+    assert found.entropy.size == 6
 
 
 def test_a_hook_of_the_user_counts(prompts: Prompts):
@@ -117,13 +116,14 @@ def test_a_hook_of_the_user_counts(prompts: Prompts):
         ("blocks.0.attn.hook_attn_scores", lambda scores, hook: 0 * scores.nan_to_num(neginf=0))
     ]
     with model.hooks(fwd_hooks=even):
-        found = attention_entropy(model, few)
+        found = attention_patterns(model, few)
     np.testing.assert_allclose(found.entropy, np.log(41), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "name", ["linear-separate-s0", "sparse-h1-noise0.1-s0", "affine-0.8-h2-s0"]
 )
-def test_weights_that_are_no_distribution_are_refused(name: str):
-    with refused("attention_entropy", "weights >= 0"):
-        attention_entropy(load(CHECKPOINTS / name), n_prompts=64)
+def test_weights_that_are_no_distribution_have_no_entropy(name: str):
+    found = attention_patterns(load(CHECKPOINTS / name), n_prompts=64)
+    assert np.isnan([found.entropy, found.entropy_sem]).all()
+    assert "Entropy" not in " ".join(found.sentences())

@@ -1,17 +1,14 @@
-"""Circuits of heads of one layer and of several, and their composition: read off built models, and TransformerLens'."""
+"""Circuits of heads of one layer and of several; read off built models, and TransformerLens'."""
 
 import numpy as np
 import pytest
 import torch
 
 from mechinterp import circuits
-from mechinterp.analysis.multi_layer.composition import composition_scores
-from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.descent import gradient_descent_model, rotated
 from mechinterp.models.constructions.one_layer import diagonal_heads, one_layer
-from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.weights import Weights
-from tests.conftest import CHECKPOINTS, refused
+from tests.conftest import refused
 from tests.deep_models import WIDE, random_gpt2, random_model
 
 
@@ -125,47 +122,6 @@ def test_colours_of_circuits_in_the_stream_end_where_most_entries_lie():
     assert trace.zmax == pytest.approx(np.quantile(np.abs(found.QK[0]), 0.99))
 
 
-@pytest.mark.parametrize("kind", [WIDE, {"context_only": True, "d_head": 2, "d_mlp": 8}])
-def test_composition_scores_are_those_of_transformer_lens(kind: dict):
-    model = random_model(**kind)
-    found = composition_scores(model)
-    later = np.triu(np.ones((3, 3), dtype=bool), 1)
-    for mode, scores in zip("QKV", found.score, strict=True):
-        expected = model.all_composition_scores(mode).scores.numpy(force=True)
-        by_layer = scores.transpose(0, 2, 1, 3)
-        np.testing.assert_allclose(by_layer[later], expected.transpose(0, 2, 1, 3)[later])
-        assert np.isnan(by_layer[~later]).all()
-    assert found.passed_over == ("MLPs" if "d_mlp" in kind else "")
-
-
-def test_a_head_that_writes_all_that_a_key_reads_has_score_one():
-    zeros = torch.zeros(2, 1, 4, 1, dtype=torch.float64)
-    W_Q, W_K, W_V = zeros.clone(), zeros.clone(), zeros.clone()
-    W_O = zeros.mT.clone()
-    W_V[0, 0, 3], W_O[0, 0, 0, 2] = 1, 2  # reads coordinate 3, writes coordinate 2
-    W_K[1, 0, 2], W_Q[1, 0, 0] = 3, 1  # keys read coordinate 2, queries coordinate 0
-    W_V[1, 0, 1], W_O[1, 0, 0, 0] = 1, 1  # values read coordinate 1
-    weights = stack_of_layers(W_Q, W_K, W_V, W_O, d_y=1, scale=1.0)
-    found = composition_scores(weights)
-    np.testing.assert_allclose(found.score[:, 0, 0, 1, 0], [0, 1, 0], atol=1e-15)
-    frame = found.to_frame()
-    assert frame.iloc[0][["input", "layer", "later_layer"]].tolist() == ["k", 0, 1]
-    assert 0 < found.random.min() <= found.random.max() < 1
-
-
-def test_a_norm_before_the_layers_is_taken_into_what_they_read():
-    model = random_model(norm="before", d_model=6, d_head=2)
-    found = composition_scores(model)
-    centred = torch.eye(6, dtype=torch.float64) - 1 / 6
-    gains = [model.weights.tensors["ln1.w"][layer].diag() for layer in range(2)]
-    # The norm of x is (x centred / size) gain + bias.
-    reads = centred @ gains[1] @ model.W_Q[1, 3] @ model.W_K[1, 3].mT @ gains[1] @ centred
-    writes = centred @ gains[0] @ model.W_V[0, 1] @ model.W_O[0, 1]
-    expected = (writes @ reads).norm() / writes.norm() / reads.norm()
-    np.testing.assert_allclose(found.score[0, 0, 1, 1, 3], expected.item(), rtol=1e-10)
-    assert found.passed_over == "layer norms"
-
-
 def test_a_figure_has_a_frame_for_each_layer_on_a_scale_of_its_own():
     found = circuits(random_model(**WIDE))
     for figure, values in ((found.plot_qk(), found.QK), (found.plot_ov(), found.OV.swapaxes(2, 3))):
@@ -174,10 +130,6 @@ def test_a_figure_has_a_frame_for_each_layer_on_a_scale_of_its_own():
             np.testing.assert_allclose(frame.data[3].z, values[layer, 3], atol=1e-6)
 
 
-def test_what_has_no_weights_or_no_later_layer_is_refused():
-    with refused("named weights"):
-        composition_scores(random_gpt2())
-    with refused("at least 2 layers", 1):
-        composition_scores(load(CHECKPOINTS / "softmax-h2-s0"))
-    with refused("circuits", "without weights"):
+def test_what_has_no_weights_is_refused():
+    with refused("circuits", "weights by name"):
         circuits(random_gpt2())

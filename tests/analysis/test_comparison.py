@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
-from analyses.lib.shared_losses import shared_losses
+from mechinterp import sample_prompts
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, models_frame
 from mechinterp.analysis.one_layer.classify import classify
@@ -57,10 +58,12 @@ def test_settings_share_a_name_and_have_a_row_for_each_pattern(found: Comparison
 
 @pytest.mark.slow
 def test_losses_are_on_prompts_that_models_share(found: Comparison, models: list[Checkpoint]):
-    named = dict(zip(NAMES, models, strict=True))
-    expected = shared_losses(named, models[0].config.task, n_prompts=1280)
-    np.testing.assert_allclose(found.models["loss"], expected.loss[0])
-    np.testing.assert_allclose(found.models["loss_sem"], expected.loss_sem[0])
+    prompts = sample_prompts(models[0].task, 1280)
+    errors = [(m.predictor.predict(prompts) - prompts.y_query).square().mean(1) for m in models]
+    squares = torch.stack(errors).double().numpy()
+    np.testing.assert_allclose(found.models["loss"], squares.mean(1), rtol=1e-6)
+    sems = squares.std(1, ddof=1) / 1280**0.5
+    np.testing.assert_allclose(found.models["loss_sem"], sems, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2Model
 from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve
-from mechinterp.analysis.learners.simple import penalised
+from mechinterp.analysis.learners.simple import KERNEL_PROMPTS, fitted, penalised
 from mechinterp.analysis.training.monitor import Monitor
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.load import load as load_any
@@ -33,7 +33,7 @@ from mechinterp.icl.predictors import (
     vanilla_gd,
     zero_prediction,
 )
-from mechinterp.icl.prompts import Prompts, draw_prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import preprocess_then_optimise
 from mechinterp.models.constructions.one_layer import kernel_head, zero_head
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -621,3 +621,28 @@ def test_dmmse_is_best_on_the_pool_and_the_frame_has_every_learner_and_length():
     for lengths in ([7], [-1, 2], []):
         with refused("lengths", "0 to 6"):
             error_curve(zero_prediction, prompts, task=SIX_PAIRS, context_lengths=lengths)
+
+
+def test_the_error_of_a_kernel_heads_mu_is_that_by_automatic_derivatives():
+    """omega and mu minimise a mean over prompts: its covariance is H^-1 (sum_i psi_i psi_i^T) H^-1 / n^2."""
+    task, n_prompts = TaskConfig(d_x=3, context_length=12), 400
+    assert n_prompts <= KERNEL_PROMPTS
+    prompts = draw_prompts(task, n_prompts, seed=0, dtype=torch.float64)
+    noise = torch.randn(n_prompts, 1, generator=generator_for(0, "eval", 1), dtype=torch.float64)
+    model = nadaraya_watson(prompts, omega=0.5, mu=1.5) + 0.3 * noise
+    found = fitted("kernel_head", prompts, task, model.numpy())
+    assert found.setting > 0
+
+    def errors(at: torch.Tensor) -> torch.Tensor:
+        shape = nadaraya_watson(prompts, omega=at[0].expand(3), mu=1.0)
+        return (model - at[1] * shape).square().mean(1)
+
+    at = torch.tensor([found.setting, found.factor], dtype=torch.float64)
+    psi = torch.autograd.functional.jacobian(errors, at)
+    H = torch.autograd.functional.hessian(lambda at: errors(at).mean(), at)
+    influence = (psi @ torch.linalg.inv(H))[:, 1]
+    # omega is searched to 1e-4 of about 0.5, and derivatives by differences have errors below 1e-3.
+    expected = influence.std().item() / n_prompts**0.5
+    assert found.factor_sem == pytest.approx(expected, rel=5e-3)
+    fixed = (psi[:, 1] / H[1, 1]).std().item() / n_prompts**0.5
+    assert abs(fixed / expected - 1) > 0.02  # omega counts

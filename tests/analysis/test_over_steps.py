@@ -93,7 +93,7 @@ def test_arguments_of_the_analysis_are_passed_on():
 ROOT = Path(__file__).parents[2]
 SETTING = {"d_x": 2, "context_length": 6, "noise_var": 0.0, "beta_var": 1.0}
 TASK = TaskConfig(**SETTING)
-JOINED = {"norm": "after", "activation": "relu", "context_only": True, "positions": "none"}
+JOINED = {"norm": "after", "activation": "relu", "context_keys": True, "positions": "none"}
 
 
 def module() -> nn.Module:
@@ -218,7 +218,7 @@ def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
             monitor(step, model)
         torch.save(model.state_dict(), tmp_path / "files" / f"step_{step}.pt")
     assert len(kept.snapshots) == 1
-    given = {"model": {**JOINED, "layout": "pairs"}, "anyway": True}
+    given = {"model": {**JOINED, "layout": "pairs"}}
     files = load(tmp_path / "files", n_heads=2, task=SETTING, **given)
     runs = (memory.run(), kept.run(), files, load(tmp_path / "mine", **given))
     prompts = evaluation_prompts(memory.run(), n_prompts=16)

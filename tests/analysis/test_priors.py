@@ -46,7 +46,7 @@ def mixture(a: float, pool: Tensor = POOL) -> Callable[[Prompts], Tensor]:
 
 @pytest.mark.parametrize("a", [-0.5, 0.0, 0.5, 1.0])
 def test_a_mixture_gives_back_its_weight_and_relative_distance(a: float):
-    found = compare_priors(mixture(a), TASK, n_prompts=500)
+    found = compare_priors(mixture(a), task=TASK, n_prompts=500)
     assert found.strategy == {0.0: "generalises", 1.0: "memorises"}.get(a, "neither")
     relative = (1 - a) ** 2 / ((1 - a) ** 2 + a**2)
     for part in (found.at_length, found.overall):
@@ -61,7 +61,9 @@ def test_the_numbers_are_those_of_the_definition():
     def model(prompts: Prompts) -> Tensor:
         return 0.8 * prompts.y.mean(1)
 
-    found = compare_priors(model, TASK, context_lengths=[2, 4], n_prompts=300, seed=3).to_frame()
+    found = compare_priors(
+        model, task=TASK, context_lengths=[2, 4], n_prompts=300, seed=3
+    ).to_frame()
     prompts = draw_prompts(TASK, 300, seed=3, new_tasks=True, dtype=torch.float64)
     short = replace(prompts, x=prompts.x[:, :2], y=prompts.y[:, :2])
     f, D, R = (mixture(a)(short) if a is not None else model(short) for a in (None, 1.0, 0.0))
@@ -82,9 +84,9 @@ def test_the_numbers_are_those_of_the_definition():
 def test_a_given_pool_takes_the_place_of_the_tasks_own():
     other = replace(TASK, task_seed=7).pool()
     plain = replace(TASK, n_tasks=None)
-    found = compare_priors(mixture(1.0, other), plain, other, n_prompts=100)
+    found = compare_priors(mixture(1.0, other), task=plain, pool=other, n_prompts=100)
     np.testing.assert_allclose(found.at_length.relative, 0, atol=1e-12)
-    own = compare_priors(mixture(1.0, other), TASK, n_prompts=100)
+    own = compare_priors(mixture(1.0, other), task=TASK, n_prompts=100)
     assert own.overall.relative.min() > 0.5
     # New prompts are the same ones; those of the pool have its tasks, and the best predictor on them is its posterior mean.
     np.testing.assert_allclose(found.overall.risk_ridge[1], own.overall.risk_ridge[1])
@@ -100,7 +102,7 @@ def test_a_model_two_percent_from_ridge_generalises_whatever_the_size_of_the_poo
         best = ridge(prompts, penalty=task.posterior_penalty)
         return best + 0.1 * prompts.x[:, 0, :1].sign()
 
-    found = compare_priors(model, task, context_lengths=[4], n_prompts=2000)
+    found = compare_priors(model, task=task, context_lengths=[4], n_prompts=2000)
     assert found.trimmed.risk[1] / found.trimmed.risk_ridge[1] == pytest.approx(1.02, abs=0.01)
     assert found.trimmed.unexplained[0] > 0.5
     assert found.strategy == "generalises"
@@ -119,8 +121,8 @@ def with_error_on(share: float, size: float) -> Callable[[Prompts], Tensor]:
 @pytest.mark.parametrize("seed", range(2))
 def test_errors_on_one_prompt_in_five_thousand_do_not_change_the_strategy(seed: int):
     model = with_error_on(1 / 5000, 1e6)
-    found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000, seed=seed)
-    plain = compare_priors(mixture(1.0), TASK, context_lengths=[4], n_prompts=4000, seed=seed)
+    found = compare_priors(model, task=TASK, context_lengths=[4], n_prompts=4000, seed=seed)
+    plain = compare_priors(mixture(1.0), task=TASK, context_lengths=[4], n_prompts=4000, seed=seed)
     assert found.strategy == "memorises"
     # 4 of 4,000 prompts are left out; the errors lie on 0 to 4 of them.
     np.testing.assert_allclose(found.trimmed.relative, 0, atol=1e-9)
@@ -133,11 +135,13 @@ def test_errors_on_one_prompt_in_five_thousand_do_not_change_the_strategy(seed: 
 
 def test_a_strategy_that_the_worst_hundredth_decides_is_undetermined():
     model = with_error_on(1 / 200, 60.0)
-    found = compare_priors(model, TASK, context_lengths=[4], n_prompts=4000)
+    found = compare_priors(model, task=TASK, context_lengths=[4], n_prompts=4000)
     assert found.trimmed.unexplained[0] > 1
     assert found.strategy == "undetermined"
     # So many prompts are no few: a hundredth less of them leaves the answer as it is.
-    many = compare_priors(with_error_on(1 / 20, 60.0), TASK, context_lengths=[4], n_prompts=4000)
+    many = compare_priors(
+        with_error_on(1 / 20, 60.0), task=TASK, context_lengths=[4], n_prompts=4000
+    )
     assert many.strategy == "neither"
 
 
@@ -164,16 +168,16 @@ def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
 def test_a_model_of_the_package_has_a_row_per_length_and_kind_of_tasks():
     task = replace(TASK, d_y=1)
     heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
-    found = compare_priors(heads, task, n_prompts=64, context_lengths=[4, 1])
+    found = compare_priors(heads, task=task, n_prompts=64, context_lengths=[4, 1])
     frame = found.to_frame()
     rows = [[kind, length] for kind in KINDS for length in (1, 4)]
     assert frame[["tasks", "context_length"]].to_numpy().tolist() == rows
     assert np.isfinite(frame.select_dtypes("number").to_numpy()).all()
     assert (len(found.plot().data), len(found.plot_risks().data)) == (2, 6)
-    zero = compare_priors(lambda prompts: 0 * prompts.y_query, task, n_prompts=500)
+    zero = compare_priors(lambda prompts: 0 * prompts.y_query, task=task, n_prompts=500)
     assert (zero.strategy, zero.overall.unexplained[0] > 0.5) == ("neither", True)
     # The lengths, as long as they are few, are all from 1 on.
-    default = compare_priors(mixture(0.0), replace(TASK, context_length=40), n_prompts=8)
+    default = compare_priors(mixture(0.0), task=replace(TASK, context_length=40), n_prompts=8)
     assert len(default.context_length) == 16
     assert default.context_length[[0, -1]].tolist() == [1, 40]
 
@@ -182,10 +186,10 @@ def test_a_model_of_the_package_has_a_row_per_length_and_kind_of_tasks():
     ("arguments", "settings", "words"),
     [
         ((mixture(0.0),), {}, ["compare_priors", "task"]),
-        ((mixture(0.0), replace(TASK, n_tasks=None)), {}, ["pool", "n_tasks"]),
-        ((mixture(0.0), TASK, POOL[:, :2]), {}, ["[M, 3, 2]", "[6, 2, 2]"]),
-        ((mixture(0.0), TASK), {"context_lengths": [0]}, ["context_lengths", 1, "[0]"]),
-        ((partial(ridge, penalty=float("nan")), TASK), {}, ["predictions overflow"]),
+        ((mixture(0.0),), {"task": replace(TASK, n_tasks=None)}, ["pool", "n_tasks"]),
+        ((mixture(0.0),), {"task": TASK, "pool": POOL[:, :2]}, ["[M, 3, 2]", "[6, 2, 2]"]),
+        ((mixture(0.0),), {"task": TASK, "context_lengths": [0]}, ["context_lengths", 1, "[0]"]),
+        ((partial(ridge, penalty=float("nan")),), {"task": TASK}, ["predictions overflow"]),
     ],
 )
 def test_what_cannot_be_compared_is_refused(arguments: tuple, settings: dict, words: list):
@@ -230,9 +234,9 @@ def without(weights: Weights, head: int) -> Weights:
 def test_a_mask_does_what_comparing_the_masked_model_says():
     weights = layer()
     found = prior_heads(weights, TWO_TASKS, n_prompts=200, method="zero")
-    full = compare_priors(weights, TWO_TASKS, n_prompts=200).overall
+    full = compare_priors(weights, task=TWO_TASKS, n_prompts=200).overall
     for head in range(3):
-        masked = compare_priors(without(weights, head), TWO_TASKS, n_prompts=200).overall
+        masked = compare_priors(without(weights, head), task=TWO_TASKS, n_prompts=200).overall
         change = masked.weight_dmmse - full.weight_dmmse
         assert found.weight_change[0, head] == pytest.approx(change[0])
         rise = masked.distance_dmmse - full.distance_dmmse
@@ -290,13 +294,13 @@ def test_the_usual_lengths_are_those_of_training(tmp_path: Path):
     default = compare_priors(load(tmp_path / "model"), n_prompts=16)
     assert default.context_length.tolist() == [5]
     shorter = replace(TWO_TASKS, context_length=3)
-    asked = compare_priors(load(tmp_path / "model"), shorter, n_prompts=16)
+    asked = compare_priors(load(tmp_path / "model"), task=shorter, n_prompts=16)
     assert asked.context_length.tolist() == [3]
 
 
 def path_of(relative: list[float], sem: float) -> OverSteps:
     """Comparisons at steps 0, 1000, ... with these relative distances on new tasks."""
-    some = compare_priors(layer(), TWO_TASKS, n_prompts=16, context_lengths=[5])
+    some = compare_priors(layer(), task=TWO_TASKS, n_prompts=16, context_lengths=[5])
     results = []
     for value in relative:
         both = np.array([some.trimmed.relative[0], value])
@@ -318,7 +322,7 @@ def test_transient_ridge_is_above_a_half_first_and_below_in_the_end():
 def test_priors_of_one_pass_are_those_of_a_run_per_length():
     checkpoint = load("checkpoints/pool-gpt2-m16")
     one_pass = compare_priors(checkpoint, n_prompts=512)
-    runs = compare_priors(predictor_of(checkpoint).predict, checkpoint.task, n_prompts=512)
+    runs = compare_priors(predictor_of(checkpoint).predict, task=checkpoint.task, n_prompts=512)
     for name in ("relative", "risk", "weight_dmmse"):
         one, other = (getattr(each.trimmed, name) for each in (one_pass, runs))
         sems = [getattr(each.trimmed, f"{name}_sem") for each in (one_pass, runs)]

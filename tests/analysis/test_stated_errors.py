@@ -173,7 +173,6 @@ def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
 CASES = {
     "classify": Case(softmax),
     "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
-    "attention-entropy": Case(softmax),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
     "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
     "compare-learners": Case(softmax, n_prompts=256),
@@ -191,7 +190,6 @@ CASES = {
         hooked, n_prompts=512, slow=True, run=ANALYSES["classify"].function
     ),
     "ablate one layer": Case(softmax, slow=True, run=ANALYSES["ablate"].function),
-    "learners of several layers": Case(descents, n_prompts=256, slow=True, run=compare_learners),
     "fit of one head": Case(one_head, n_prompts=256, slow=True, run=compare_learners),
     "prune with a new read-out": Case(slow=True, run=partial(prune, refit=True)),
     "patch-activations": Case(n_prompts=24, seeds=100),

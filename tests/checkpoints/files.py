@@ -60,4 +60,4 @@ def assert_same_circuits(actual: Weights, expected: Weights) -> None:
 
 def read(path: str | Path | list[Path], **hints: object) -> Checkpoint:
     """What is loaded, also where no reading predicts: random weights, say."""
-    return load(path, anyway=True, **hints)
+    return load(path, **hints)

@@ -213,7 +213,7 @@ def joins(kind: Kind) -> dict[str, object]:
     """What its file does not show, as the reader says it (`model=`)."""
     rotary = kind.positions in ("halves", "adjacent")
     positions = {"sines": "sinusoidal_halves", "waves": "sinusoidal", "none": "none"} | dict.fromkeys(("halves", "adjacent"), "rotary")  # fmt: skip
-    said = {"layout": kind.layout, "context_only": False, "residual": True, "passes": kind.passes}
+    said = {"layout": kind.layout, "context_keys": False, "residual": True, "passes": kind.passes}
     said |= {"norm": {"none": "none", "after": "after"}.get(kind.norm, "before")}
     said |= {"rms_norm": kind.norm == "rms"} if kind.norm in ("rms", "bare") else {}
     said |= {"activation": kind.activation} if kind.mlp or kind.read_mlp else {}

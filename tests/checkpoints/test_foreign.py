@@ -33,7 +33,7 @@ from tests.models.test_layered_models import encoder, garg
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STATED = {"score": "softmax", "columns": "x,y", "scale": 0.5, "sign": "plus", "attend_to_self": False, "model": {"positions": "none"}}  # fmt: skip
 """What one layer of attention alone leaves open."""
-NOT_UNDERSTOOD = {"understood", "doubt", "readings"}
+NOT_UNDERSTOOD = {"doubt", "readings"}
 """What is assumed of random weights besides, which predict nothing."""
 
 
@@ -187,7 +187,7 @@ def test_a_foreign_folder_without_weights_or_heads(tmp_path: Path):
 RELU = {
     "norm": "after",
     "activation": "relu",
-    "context_only": True,
+    "context_keys": True,
     "passes": 1,
     "positions": "none",
 }

@@ -92,7 +92,7 @@ KINDS = [
 
 @pytest.fixture
 def prompts():
-    return sample_prompts(TASK, 8, seed=0, dtype=torch.float64)
+    return sample_prompts(TASK, 16, seed=0, dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -104,7 +104,7 @@ def test_edges_of_modules_without_gradients_name_the_cure_and_masks_need_none(
     hooked = hook_module(make().requires_grad_(trained), task=TASK)
     assert ablate(hooked, prompts, what="heads").rise.shape == (2, 4)
     with pytest.raises(ValueError, match=re.escape(cure)) as caught:
-        attribute_edges(hooked, prompts[:4], corrupted=prompts[4:])
+        attribute_edges(hooked, prompts[:8], corrupted=prompts[8:])
     assert "\n" not in str(caught.value)
 
 

@@ -165,10 +165,10 @@ def tailed(most: float, size: float, count: int) -> Tensor:
 def test_readings_that_tie_are_named_with_the_option_that_decides():
     zero = 1 + 0.1 * torch.rand(64, generator=torch.Generator().manual_seed(0))
     choices = (("before", False), ("before", True), ("after", False))
-    candidates = [({"norm": norm, "context_only": each}, object) for norm, each in choices]
+    candidates = [({"norm": norm, "context_keys": each}, object) for norm, each in choices]
     errors = [(zero * share, zero) for share in (0.2, 0.2, 0.9)]
     words = tied(ranked(candidates, errors))
-    assert "--model context_only=" in words
+    assert "--model context_keys=" in words
     assert "norm" not in words
     assert tied(ranked(candidates[:1], errors[:1])) == ""
 
@@ -216,7 +216,7 @@ def test_nothing_is_understood_of_random_weights(tmp_path: Path):
     assert not any(each.predicts for each in guessed.readings)
     result = classify(guessed, **FEW)
     assert result.label == "undetermined"
-    for word in ("not understood", "--score", "--columns", "--task"):
+    for word in ("in doubt", "--score", "--columns", "--task"):
         assert word in result.reason
     # Said in full, the same file is not understood either, as its only reading predicts nothing.
     hints = {"score": "softmax", "columns": "x,y", "sign": "plus", "attend_to_self": False}
@@ -387,7 +387,26 @@ def test_the_entry_of_the_prediction_of_several_layers(tmp_path: Path):
 # Several layers, and MLPs behind heads.
 
 
-PLAIN = {"context_only": True, "positions": "none", "passes": 1, "norm": "none"}
+PLAIN = {"context_keys": True, "positions": "none", "passes": 1, "norm": "none"}
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_layers_run_once_whatever_predicts_better(tmp_path: Path, n_layers: int):
+    """Running them again goes on with the descent, so that it would predict better."""
+    model = gradient_descent_model([0.3] * n_layers, d_x=3)
+    state = {}
+    for name, stack in {"q": model.W_Q * model.scale, "k": model.W_K, "v": model.W_V, "o": model.W_O}.items():  # fmt: skip
+        state |= {f"layers.{n}.W_{name}": W[0].float() for n, W in enumerate(stack)}
+    hints = {"n_heads": 1, "scale": 1.0, "d_x": 3, "d_y": 1, "score": "linear/L"}
+    hints |= {"orientation": "in,out", "attend_to_self": False}
+    once = loaded(tmp_path, state, **hints, model={"context_keys": True} if n_layers > 1 else None)
+    assert once.weights.n_layers == n_layers
+    said = {"passes": 2} | ({"context_keys": True} if n_layers > 1 else {"positions": "none"})
+    if n_layers > 1:
+        assert once.assumed["model.passes"] == 1
+        twice = loaded(tmp_path, state, **hints, model=said)
+        assert twice.weights.n_layers == 2 * n_layers
+        assert "model.passes" not in twice.assumed
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from tests.conftest import CHECKPOINTS
 pytestmark = pytest.mark.usefixtures("small_null")
 STEPS = (0, 2000, 10_000)
 HINTS = {"n_heads": 2, "score": "softmax", "attend_to_self": False}
-OPTIONS = ("--n-heads", "2", "--score", "softmax", "--context-only")
+OPTIONS = ("--n-heads", "2", "--score", "softmax", "--no-attend-to-self")
 
 
 def true_run() -> Checkpoint:

@@ -25,7 +25,7 @@ from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import wide_checkpoint
 from tests.models.test_layered_models import garg
 
-FEW, OF_GPT2 = ("--n-prompts", "64"), ("--n-heads", 4, "--anyway")
+FEW, OF_GPT2 = ("--n-prompts", "64"), ("--n-heads", 4)
 
 
 def pair_of_heads(file: Path) -> Path:
@@ -59,7 +59,7 @@ def test_classify_takes_the_hints(run: Run, tmp_path: Path):
     words = f"{file}: n_heads is not stated in the file; give --n-heads (n_heads=).\n"
     run("classify", file, *FEW).assert_refused(words)
     hints = ("--n-heads", "3", "--d-y", "1", "--d-x", "5", "--attend-to-self")
-    hints += ("--format", "torch-attention", "--anyway")  # random weights
+    hints += ("--format", "torch-attention")  # random weights
     (found,) = run("classify", file, *hints, *FEW, "--json").done().document
     assert (found["n_heads"], found["d_x"]) == (3, 5)
     assert not {"model.attend_to_self", "task.d_y"} & found["assumed"].keys()
@@ -69,7 +69,7 @@ def test_classify_takes_the_hints(run: Run, tmp_path: Path):
 def test_scale_and_context_only(run: Run, tmp_path: Path):
     np.savez(tmp_path / "a.npz", **arrays(random_heads()))
     out = tmp_path / "native"
-    hints = ("--scale", "2", "--context-only", "--anyway")
+    hints = ("--scale", "2", "--no-attend-to-self")
     hints += ("--to", "native", "--out", out, "--json")
     run("convert", tmp_path / "a.npz", *hints).done()
     expected = 4 * random_heads().QK  # 2 for 1/sqrt(4)

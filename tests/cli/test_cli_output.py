@@ -131,7 +131,7 @@ def harmless(text: str) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.save(softmax_paper_state(random_heads()), tmp_path / "x.pth")
-    convert(load(tmp_path / "x.pth", anyway=True), "native", tmp_path / NAME)
+    convert(load(tmp_path / "x.pth"), "native", tmp_path / NAME)
     return tmp_path / NAME
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_printable_is_visible():
 @pytest.mark.slow
 def test_classify_shows_escapes(run: Run, folder: Path):
     for more in ((), ("--json",)):
-        ran = run("classify", folder, "--anyway", *FEW, *more).done()
+        ran = run("classify", folder, *FEW, *more).done()
         assert harmless(ran.out + ran.err)
         assert more or SHOWN in ran.out
 
@@ -151,9 +151,7 @@ def test_classify_shows_escapes(run: Run, folder: Path):
 def test_report_shows_escapes(run: Run, folder: Path, tmp_path: Path):
     for paths in ((folder,), (folder, folder, tmp_path / f"gone{NAME}")):
         out = tmp_path / f"report{len(paths)}{NAME}"
-        ran = run(
-            "report", *paths, "--out", out, "--anyway", *FEW, *(() if paths[1:] else CIRCUITS)
-        )
+        ran = run("report", *paths, "--out", out, *FEW, *(() if paths[1:] else CIRCUITS))
         assert SHOWN in ran.out
         assert harmless(ran.out + ran.err)
         page = (out / "index.html").read_text(encoding="utf-8")

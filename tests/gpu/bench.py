@@ -28,6 +28,7 @@ from mechinterp.training.one_layer import step as pack_module
 from mechinterp.training.one_layer.step import Pack, by_tensors
 from mechinterp.training.run import Batch, Run, batch_chunks
 from tests.benchmarks import plain
+from tests.evidence import stamp
 from tests.gpu.machine import described, gpus, state
 
 PUBLISHED = 525.0
@@ -270,6 +271,8 @@ def main() -> int:
                     document = {"machine": machine, "rows": [asdict(row) for row in rows]}
                     asked.out.write_text(json.dumps(document, indent=1) + "\n")
                     asked.out.with_suffix(".md").write_text(table(rows, machine))
+                    if torch.cuda.is_available():
+                        stamp("gpu_speed")
     return 0
 
 

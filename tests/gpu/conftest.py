@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.evidence import stamp
 from tests.gpu.machine import described
 
 DEVICE = os.environ.get("MECHINTERP_TEST_DEVICE", "cpu")
@@ -76,6 +77,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     }
     file = Path(TABLE)
     file.write_text(json.dumps(document, indent=1) + "\n")
+    if DEVICE == "cuda":
+        stamp("gpu")
     where = ", ".join(f"{name} {value}" for name, value in machine.items())
     counted = f"{document['passed']} of {session.testscollected} tests passed on {where}"
     table = ["| test | what | value | at most |", "|---|---|---:|---:|"]

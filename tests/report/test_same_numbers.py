@@ -24,7 +24,7 @@ N_PROMPTS, SEED = 128, 3
 MODELS = {
     "one layer": (CHECKPOINTS / "softmax-h2-s0", {}),
     "stack": (Path(FILES) / "deep-wide", {}),
-    "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4, "anyway": True}),
+    "gpt2": (Path(FILES) / "garg.pt", {"n_heads": 4}),
 }
 SAME = {"rtol": 1e-4, "atol": 1e-9}
 

@@ -105,7 +105,9 @@ def values_under(
     """
     n_units = len(prompts) // 2 if method == "resample" else len(prompts)
     found = np.empty((n_units, len(masks)))
-    for columns in progress(_chunks(masks), "masks"):
+    chunks = _chunks(masks)
+    # A single run has a bar of its own.
+    for columns in chunks if len(chunks) == 1 else progress(chunks, "masks"):
         some = [masks[n] for n in columns]
         # A list of MLPs, even of none, has the model run with hooks; full and masked model are run in the same way.
         layers = [mask.mlps for mask in some] if any(mask.mlps for mask in masks) else None

@@ -64,7 +64,7 @@ class LearnerComparison(Result):
         "factor": "Factor that is fitted to the model: step size eta of the gradient steps (1/x^2), and mu times the sign of omega for the kernel head.",
         "setting": "Chosen setting: penalty of ridge regression (x^2), number of steps, omega of the kernel head (1/x^2).",
         "loss_gap": "Loss of the model minus loss of the learner; unit y^2.",
-        "lead": "R^2 of the nearest learner minus R^2 of this learner.",
+        "lead": "R^2 of the nearest learner minus R^2 of this learner; its error leaves out that another learner may be nearest on other prompts.",
         "median_loss": "Median over prompts of the squared error against y; unit y^2.",
         "median_risk": "Median over prompts of the squared error against y without noise; unit y^2.",
         "carried_by_few": "True if the worst 1% of the prompts make up more than half of the risk: then read the median.",

@@ -206,9 +206,9 @@ class PriorComparison(Result):
 
 def compare_priors(
     source: Source | Callable[[Prompts], Tensor],
+    *,
     task: TaskLike | None = None,
     pool: Pool | None = None,
-    *,
     context_lengths: Sequence[int] | None = None,
     n_prompts: int = 4096,
     seed: int = 0,
@@ -239,7 +239,8 @@ def compare_priors(
         >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.predictors import ridge
         >>> task = TaskConfig(d_x=3, context_length=4, n_tasks=4)
-        >>> found = compare_priors(partial(ridge, penalty=task.posterior_penalty), task, n_prompts=64)
+        >>> model = partial(ridge, penalty=task.posterior_penalty)
+        >>> found = compare_priors(model, task=task, n_prompts=64)
         >>> found.overall.relative.round(6).tolist(), found.strategy
         ([1.0, 1.0], 'generalises')
     """

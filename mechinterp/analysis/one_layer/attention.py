@@ -2,6 +2,7 @@
 their entropy."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,16 +12,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.number_format import cell, digits, with_error
-from mechinterp.analysis.random_models import random_models
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation
+from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
-from mechinterp.display import Result, counted, frame_of, head_axes, head_names, with_sem
+from mechinterp.display import Result, counted, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, prompts_and_law
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.predictor import Source, predictor_of
 
+ENTROPY_PROMPTS = 512
+"""Largest number of prompts that the entropies are means over."""
+ROUNDING = 1e-3
+"""Largest deviation of the sum of the weights from 1 that counts as rounding (half precision)."""
 MOST_NAMED = 4
 """Largest number of heads that a sentence names one by one; of more heads it names the strongest
 only."""
@@ -46,6 +50,16 @@ class AttentionPatterns(Result):
     """The query's response without noise."""
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
+    entropy: Float[np.ndarray, "layer head"]
+    """Mean over the first `ENTROPY_PROMPTS` prompts of -Σ p log p over the keys, in nats: log of the
+    number of keys for equal weights, 0 if one key has all the weight. NaN for weights that are no
+    distribution."""
+    entropy_sem: Float[np.ndarray, "layer head"]
+    """Standard error of `entropy` over prompts."""
+    COLUMNS: ClassVar = {
+        "entropy": "Mean over prompts of the entropy of the head's weights, -Σ p log p, in nats; NaN for weights that are no distribution.",
+        "entropy_sem": "Standard error of entropy over prompts.",
+    }
 
     @property
     def head_names(self) -> list[str]:
@@ -90,6 +104,22 @@ class AttentionPatterns(Result):
             f"Attention on {chosen}.{signed if self.pattern.min() < 0 else ''}",
             f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
             f"{listed}.",
+            *self._entropies_in_words,
+        ]
+
+    @property
+    def _entropies_in_words(self) -> list[str]:
+        """Smallest and largest entropy of a head; empty if the weights are no distribution."""
+        flat, sem = self.entropy.ravel(), self.entropy_sem.ravel()
+        if np.isnan(flat).any():
+            return []
+        ends = [
+            f"{with_error(flat[at], sem[at])} ({self.head_names[at]})"
+            for at in sorted({int(flat.argmin()), int(flat.argmax())})
+        ]
+        text = " to ".join(ends)
+        return [
+            f"Entropy of the weights: {text} nats; log of the number of keys for equal weights."
         ]
 
     def tables(self) -> dict[str, Table]:
@@ -106,6 +136,7 @@ class AttentionPatterns(Result):
         layer, head = np.divmod(head, self.pattern.shape[1] // self.n_layers)
         columns = {"prompt": prompt, "layer": layer, "head": head, "key": key}
         columns |= {"attention": self.pattern.ravel(), "similarity": self.similarity[prompt, key]}
+        columns |= {name: getattr(self, name)[layer, head] for name in with_sem("entropy")}
         names = ["y"] if self.y.shape[2] == 1 else [f"y_{n}" for n in range(self.y.shape[2])]
         columns |= dict(zip(names, self.y[prompt, key].T, strict=True))
         return pd.DataFrame(columns)
@@ -190,7 +221,8 @@ def attention_patterns(
     """Attention of every head of every layer on a few prompts, from the query.
 
     If there are more than `shown` prompts, those at even quantiles of (ŷ − x·β)² are shown, from
-    the smallest error to the largest. Otherwise all prompts are shown in their own order.
+    the smallest error to the largest. Otherwise all prompts are shown in their own order. Entropies
+    are means over at most 512 prompts.
 
     Args:
         prompts: Prompts to choose from; None draws `n_prompts` with `seed`.
@@ -203,7 +235,7 @@ def attention_patterns(
     Source:
         A choice made here: which prompts are shown.
     See also:
-        `attention_entropy`, `circuits`.
+        `circuits`, `attribute_edges`.
     Example:
         >>> from mechinterp import load
         >>> attention_patterns(load("checkpoints/softmax-h2-s0"), n_prompts=64)
@@ -226,6 +258,7 @@ def attention_patterns(
     n_drawn = len(prompts)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
+    entropy, entropy_sem = entropies(predictor.query_patterns(prompts[:ENTROPY_PROMPTS]).double())
     if n_drawn > shown:
         error = (prediction - prompts.y_query_clean).square().mean(1)
         even = torch.linspace(0, n_drawn - 1, shown, dtype=torch.float64, device="cpu")
@@ -245,6 +278,8 @@ def attention_patterns(
         prediction=prediction.double().numpy(force=True),
         target=prompts.y_query_clean.double().numpy(force=True),
         n_prompts=n_drawn,
+        entropy=entropy,
+        entropy_sem=entropy_sem,
     )
 
 
@@ -264,116 +299,14 @@ def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt
     )
 
 
-RANDOM_MODELS, RANDOM_PROMPTS = 8, 64
-ROUNDING = 1e-3
-"""Largest deviation of the sum of the weights from 1 that counts as rounding (half precision)."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class AttentionEntropy(Result):
-    """Entropy of the query's attention, by head."""
-
-    entropy: Float[np.ndarray, "layer head"]
-    """Mean over prompts of -sum_l p_l log p_l, in nats."""
-    entropy_sem: Float[np.ndarray, "layer head"]
-    """Standard error of `entropy` over prompts."""
-    uniform_entropy: Float[np.ndarray, " layer"]
-    """log of the number of keys, the entropy of uniform attention, in nats."""
-    random_entropy: Float[np.ndarray, " layer"]
-    """Entropy of the same layer with random weights: mean over heads and `RANDOM_MODELS` models, in
-    nats. NaN if the architecture is unknown."""
-    random_entropy_sd: Float[np.ndarray, " layer"]
-    """Standard deviation of `random_entropy` over heads and models."""
-
-    def __repr__(self) -> str:
-        heads = []
-        for which in (self.entropy.argmin(), self.entropy.argmax()):
-            at = np.unravel_index(int(which), self.entropy.shape)
-            heads.append(
-                f"L{at[0]}H{at[1]} {with_error(self.entropy[at], self.entropy_sem[at])} nats (uniform attention "
-                f"{digits(self.uniform_entropy[at[0]])}, random weights {cell(self.random_entropy[at[0]])})"
-            )
-        return f"AttentionEntropy(smallest {heads[0]}; largest {heads[1]})"
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head."""
-        beside = ("uniform_entropy", "random_entropy", "random_entropy_sd")
-        return frame_of(self, *with_sem("entropy"), *beside, **head_axes(self.entropy))
-
-    def plot(self) -> go.Figure:
-        """Entropy of every head next to that of random weights; the dotted line is uniform
-        attention."""
-        frame = self.to_frame()
-        columns = {"model": ["entropy", "entropy_sem"]}
-        if np.isfinite(self.random_entropy).all():
-            columns["random weights"] = ["random_entropy", "random_entropy_sd"]
-        figure = figures.bars(
-            head_names(self.entropy.shape),
-            {name: tuple(frame[both].to_numpy().T) for name, both in columns.items()},
-            title="Entropy of the query's attention; dotted: uniform attention",
-            y_title="entropy (nats)",
-        )
-        for level in np.unique(self.uniform_entropy):
-            figure.add_hline(float(level), line_dash="dot", line_width=1)
-        return figure
-
-
-def attention_entropy(
-    source: Source, prompts: Prompts | None = None, *, n_prompts: int | None = None, seed: int = 0
-) -> AttentionEntropy:
-    """Entropy of each head's attention from the query, next to uniform attention and random initial
-    weights.
-
-    H = -sum_l p_l log p_l. It is log L for uniform attention over L keys, and 0 if one key has all
-    the weight.
-
-    Args:
-        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs.
-    Raises:
-        ValueError: If the weights are negative or do not sum to 1 (linear attention), or the model
-            has no hooks on its patterns.
-    Source:
-        Shannon's entropy; the comparison with random weights is a choice made here.
-    See also:
-        `attention_patterns`.
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import kernel_head
-        >>> attention_entropy(kernel_head(omega=0.0, mu=1.0, d_x=5), n_prompts=8)
-        AttentionEntropy(smallest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65); largest L0H0 3.688879 nats (uniform attention 3.69, random weights 3.65))
-    """
-    prompts = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    predictor = predictor_of(source)
-    patterns = predictor.query_patterns(prompts).double()
+def entropies(
+    patterns: Float[Tensor, "layer prompt head key"],
+) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
+    """Mean entropy of each head's weights over prompts, in nats, and its standard error; NaN if a
+    weight is negative or they do not sum to 1."""
     least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
     if not (least >= 0 and furthest <= ROUNDING):
-        got = f"a weight of {least:.3g}" if least < 0 else f"a sum 1 ± {furthest:.3g}"
-        raise ValueError(
-            f"attention_entropy needs attention weights >= 0 that add up to 1, got {got}."
-        )
-    entropy = mean_and_sem(_entropy(patterns).transpose(0, 1).numpy(force=True))
-    n_keys = patterns.any(2).any(1).sum(1)
-    random = _at_random(predictor, prompts[:RANDOM_PROMPTS])
-    return AttentionEntropy(
-        **estimates(entropy=entropy),
-        uniform_entropy=n_keys.double().log().numpy(force=True),
-        random_entropy=random.mean((0, 2)),
-        random_entropy_sd=random.std((0, 2), ddof=1),
-    )
-
-
-def _entropy(
-    patterns: Float[Tensor, "layer prompt head key"],
-) -> Float[Tensor, "layer prompt head"]:
-    return -torch.xlogy(patterns, patterns).sum(-1)
-
-
-def _at_random(predictor: Predictor, prompts: Prompts) -> Float[np.ndarray, "model layer head"]:
-    """Mean entropies of models of the same shape with random initial weights; NaN if the shape is
-    unknown."""
-    if predictor.weights is None:
-        return np.full((2, predictor.n_layers, predictor.n_heads), np.nan)
-    drawn = prompts.to("cpu").to(torch.float32)
-    models = random_models(predictor.weights, RANDOM_MODELS)
-    patterns = [predictor_of(model).query_patterns(drawn) for model in models]
-    return torch.stack([_entropy(each).mean(1) for each in patterns]).double().numpy(force=True)
+        return (np.full((patterns.shape[0], patterns.shape[2]), np.nan),) * 2
+    entropy = -torch.xlogy(patterns, patterns).sum(-1)
+    mean, sem = mean_and_sem(entropy.transpose(0, 1).numpy(force=True))
+    return mean, sem

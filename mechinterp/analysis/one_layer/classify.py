@@ -42,7 +42,7 @@ from mechinterp.analysis.one_layer.linear_components import Components, componen
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.score import Reading, not_understood
+from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
@@ -143,7 +143,7 @@ def agreed_label(
         reason: Reason of the first label.
     """
     if not readings[0].predicts:
-        return "undetermined", not_understood(readings)
+        return "undetermined", predicts_nothing(readings)
     possible = [reading for reading in readings if reading.stands]
     if len(set(patterns)) == 1:
         first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)

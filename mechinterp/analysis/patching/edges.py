@@ -178,7 +178,7 @@ def attribute_edges(
         Wang et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv 2403.17806, with
         (k - 1/2) / K in place of k / K: the midpoint rule has error 1 / K^2, theirs 1 / K.
     See also:
-        `circuit_faithfulness`, `patch_activations`, `composition_scores`.
+        `circuit_faithfulness`, `patch_activations`.
     Example:
         >>> from mechinterp import load
         >>> checkpoint = load("checkpoints/sparse-h4-noise0.1-s0")

@@ -181,7 +181,7 @@ def with_permuted_y(prompts: Prompts, *, seed: int = 0) -> Prompts:
 
     Example:
         >>> from mechinterp.config import TaskConfig
-        >>> prompts = evaluation_prompts(TaskConfig(d_x=2), n_prompts=4)
+        >>> prompts = evaluation_prompts(TaskConfig(d_x=2), n_prompts=8)
         >>> other = with_permuted_y(prompts)
         >>> bool((other.y == prompts.y).all()), bool((other.y.sort(1).values == prompts.y.sort(1).values).all())
         (False, True)

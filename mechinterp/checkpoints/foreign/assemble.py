@@ -29,7 +29,7 @@ IN_STREAM = {
 N_POSITIONS = 512
 """Rows of a table of sinusoidal positions; prompts of more tokens are not possible."""
 JOINED = (
-    *("norm", "activation", "layout", "attend_to_self", "context_only", "norm_eps", "rms_norm"),
+    *("norm", "activation", "layout", "attend_to_self", "norm_eps", "rms_norm"),
     *("score", "score_slope"),
 )
 """Choices that are fields of ModelConfig."""
@@ -118,6 +118,7 @@ def architecture(parts: Parts, chosen: Tried, sizes: tuple[int, int]) -> ModelCo
     d_head = len(inputs) if parts.merged else max(widths)
     fields: dict[str, object] = {
         **{name: chosen[name] for name in JOINED if name in chosen},
+        "context_only": chosen.get("context_keys", False),
         "n_layers": len(parts.layers) * _passes(chosen),
         "n_heads": parts.n_heads,
         "d_head": None if parts.alone and d_head == d_token else d_head,

@@ -37,7 +37,6 @@ ROTARY_BASE = 10000.0
 REFINED: tuple[Mapping[str, object], ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
-    {"passes": 2},
     {"positions": "sinusoidal_halves"},
     {"rms_norm": True},
     {"rotary_adjacent_pairs": True},
@@ -46,15 +45,12 @@ REFINED: tuple[Mapping[str, object], ...] = (
 )
 """Choices that leave no trace in names and shapes, tried on the best readings."""
 REFINED_NAMES = {*(name for change in REFINED for name in change), "scale", "activation"}
-PLAIN = ("none", 1, False, None)
+PLAIN = ("none", False, None)
 """Values of these choices that are no refinement."""
 BASES = (100.0, 1000.0, ROTARY_BASE)
 """Bases of rotary positions, tried on variations of the best reading."""
 FINER_BASES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, ROTARY_BASE, 30000.0, 1e5, 5e5, 1e6)
 """Bases of which the neighbours of the best one so far are tried as well."""
-MOST_LAYERS = 3
-"""Number of layers up to which a model may run through them several times; larger values try more
-readings."""
 Choices = Mapping[str, tuple[object, ...]]
 
 
@@ -160,7 +156,7 @@ def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
         "attend_to_self": (True, False),
         # In a single layer only the query matters, and it attends to the whole context in both
         # cases.
-        "context_only": (False, True) if len(parts.layers) > 1 else (False,),
+        "context_keys": (False, True) if len(parts.layers) > 1 else (False,),
         "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
         "scale": (None, 1.0) if plain and parts.d_head > 1 else (None,),
         "residual": (True, False) if len(parts.layers) == 1 and not (normed or final) else (True,),
@@ -181,16 +177,16 @@ def combinations(choices: Choices, given: Mapping[str, object]) -> Iterator[Trie
 
 
 def refinements(chosen: Tried, parts: Parts, form: Format, closed: Collection[str]) -> list[Tried]:
-    """Changes of a reading to rotary positions, several runs through the layers, or RMS norms.
+    """Changes of a reading to rotary positions or RMS norms.
+
+    Several runs through the layers are not tried: each goes on with any descent, so that more of them always look better.
 
     Args:
         closed: Names of choices that the file or the user states.
     """
     turns = form.turns and not parts.merged and not parts.has("positions.weight")
-    again = "passes" in chosen and chosen.get("residual") and len(parts.layers) <= MOST_LAYERS
     possible = {
         "positions": turns,
-        "passes": bool(again),
         "rms_norm": parts.bare_norms,
         "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
         "norm": bool(chosen.get("residual")) and not parts.has("norm1.weight"),
@@ -220,8 +216,6 @@ def near_values(chosen: Tried, parts: Parts, closed: Collection[str]) -> dict[st
     if chosen.get("positions") == "rotary":
         at = bisect_left(FINER_BASES, float(chosen["rotary_base"] or 0))
         values["rotary_base"] = (*BASES, *FINER_BASES[max(at - 1, 0) : at + 2])
-    if chosen.get("passes", 1) != 1:
-        values["passes"] = (2, 3, 4)
     return {name: more for name, more in values.items() if name not in closed}
 
 
@@ -235,8 +229,8 @@ def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str
     odd = [n for n, value in CAUSAL.items() if chosen[n] != value and n not in given]
     if chosen["layout"] == "in_turn" and any(len(choices[n]) > 1 for n in odd):
         return False
-    numbered = chosen["positions"] == "sinusoidal" and chosen["context_only"] is True
-    return not numbered or {"positions", "context_only"} <= given.keys()
+    numbered = chosen["positions"] == "sinusoidal" and chosen["context_keys"] is True
+    return not numbered or {"positions", "context_keys"} <= given.keys()
 
 
 N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
@@ -273,6 +267,8 @@ class Source:
     hints: Hints
     """Arguments of `load`; `task` has the fields that the file's settings state, too."""
     settings: Mapping[str, object]
+    usual_length: int | None = None
+    """Number of pairs to assume; None: that of the format's paper."""
     _tasks: dict[object, tuple[TaskConfig, frozenset[str]]] = field(
         default_factory=dict, init=False
     )
@@ -304,6 +300,8 @@ class Source:
                 stated = {"context_length": length, **stated}
             paper = self.form.task
             usual = {} if paper is None else paper(*sizes, str(self.choices["score"][0]))
+            if self.usual_length is not None:
+                usual["context_length"] = self.usual_length
             fields = {**usual, "d_x": sizes[0], "d_y": sizes[1], **stated}
             task = build(TaskConfig, fields, "task.")
             if most is not None and "context_length" not in stated:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS
@@ -28,10 +29,10 @@ ROWS = {
 """Spellings of each part, read from names.toml."""
 KNOWN = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv", "kv", "QK", "OV", "norm1", "norm2"),
-    *("mlp.0", "mlp.2", "final_norm", "read_in", "read_out", "pos_emb", "mask"),
+    *("mlp.0", "mlp.2", "final_norm", "read_in", "read_out", "pos_emb", "unused"),
 )
-"""Known names that the user can give to unknown tensors (--map), one per part; a mask is ignored.
-"""
+"""Known names that the user can give to unknown tensors (--map), one per part; `unused` drops a
+tensor."""
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}
 """Parts of modules in a list, as in the Annotated Transformer."""
 BARE_BIASES = {word: part for part, words in TABLE["bare_biases"].items() for word in words.split()}
@@ -48,11 +49,12 @@ KINDS: dict[str, tuple[str, str | None]] = {
     for word in words.split()
 }
 """Last word of a name: the kind of tensor, and the order of a matrix's axes."""
-HARMLESS, ROTARY = (
-    re.compile(TABLE[name].replace("\n", ""), re.IGNORECASE)
-    for name in ("harmless", "rotary_tables")
+MASKS, SINGLE_NUMBERS, BUFFERS = (
+    set(TABLE[name].lower().split()) for name in ("masks", "single_numbers", "buffers")
 )
-"""Names of buffers and logs, and of tables of rotary positions."""
+"""Last words, in small letters, of names of tensors that may be dropped: masks, single numbers and other buffers."""
+ROTARY = re.compile(TABLE["rotary_tables"].replace("\n", ""), re.IGNORECASE)
+"""Names of tables of rotary positions."""
 
 
 INNER = ("q", "k", "v", "qkv", "kv", "qk")
@@ -132,11 +134,34 @@ def _placed(name: str, part: str, kind: str, axes: str | None, path: list[str]) 
     return Piece(name, part, kind, axes, layer, head, tuple(rest))
 
 
-def is_harmless(name: str, n_axes: int) -> bool:
-    """True if a tensor is not needed: a mask (`bias` in GPT-2), a table of angles, weights of a
-    loss, a log."""
-    tables = bool(HARMLESS.fullmatch(name) or ROTARY.fullmatch(name))
-    return tables or (name.endswith("bias") and n_axes == 4)
+def is_harmless(name: str, tensor: Tensor) -> bool:
+    """True if a tensor is not needed: a mask (`bias` in GPT-2), a table of angles, a single number
+    such as a step.
+
+    Both the name and the values must show it.
+
+    Example:
+        >>> import torch
+        >>> is_harmless("attn.mask", torch.ones(9, 9).tril()), is_harmless("attn.mask", torch.randn(9, 9))
+        (True, False)
+        >>> is_harmless("step", torch.tensor(7)), is_harmless("step", torch.ones(6, 6))
+        (True, False)
+    """
+    word = re.split("[./]", name.lower())[-1]
+    if ROTARY.fullmatch(name) or word in BUFFERS:
+        return True
+    if word in MASKS or (name.endswith("bias") and tensor.ndim == 4):
+        return is_mask(tensor)
+    return word in SINGLE_NUMBERS and tensor.numel() <= 1
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """True if a tensor is empty, or has square matrices of booleans, of 0 and 1, or of 0 and -inf."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return True
+    square = tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]
+    zeros = tensor == 0
+    return square and any(bool((zeros | (tensor == one)).all()) for one in (1, -torch.inf))
 
 
 MAX_DEPTH = 4

@@ -1,7 +1,6 @@
 """Options for reading an external file, declared once: `load`, the command line and the site read them here."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, cleandoc, signature
@@ -13,6 +12,8 @@ from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
 from mechinterp.fields import Rules
 
 COLUMNS = ("x,y", "y,x")
+PACKINGS = ("whole", "per_head")
+"""Order of rows in a packed qkv matrix: all queries first, or head by head its queries, keys and values."""
 SIGNS = ("plus", "minus")
 ORIENTATIONS = ("out,in", "in,out")
 JOINS: dict[str, tuple[str | bool, ...]] = {
@@ -20,10 +21,11 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
     "activation": ACTIVATIONS,
     "layout": LAYOUTS,
     "residual": (True, False),
-    "context_only": (True, False),
+    "context_keys": (True, False),
     "positions": ("none", "sinusoidal", "sinusoidal_halves", "rotary"),
     "rms_norm": (False, True),
     "rotary_adjacent_pairs": (True, False),
+    "packing": PACKINGS,
     "rotary_base": (),
     "passes": (),
 }
@@ -56,7 +58,7 @@ def stated_option(name: str, value: object) -> str:
         ('--columns y,x', '--model residual=false')
     """
     if name == "attend_to_self":
-        return "--attend-to-self" if value else "--context-only"
+        return "--attend-to-self" if value else "--no-attend-to-self"
     written = str(value).lower() if isinstance(value, bool) else value
     return f"{option(name)}{written}" if name in JOINS else f"{option(name)} {written}"
 
@@ -73,9 +75,10 @@ class Hints:
 
     task: Mapping[str, object] | None = _hint(
         "Fields of the task of the training, if the file does not state them; default: those of the format's paper. "
-        "They are the law of --prompts, too; unknown: --prompts have no known law. In Python also a TaskConfig or a dict.",
-        kind=Path,
-        metavar="FILE.json|unknown",
+        "They are the law of --prompts, too; unknown: --prompts have no known law. A JSON file, or JSON text such as "
+        "'{\"noise_var\": 0}'; in Python also a TaskConfig or a dict.",
+        kind=str,
+        metavar="FILE.json|JSON|unknown",
     )
     format: str | None = _hint("Format of the file, if its names do not show it.", metavar="NAME")
     d_x: int | None = _hint("Dimension of a covariate.", min=1)
@@ -85,7 +88,8 @@ class Hints:
         "Factor on the scores, if the file does not state it; default 1/sqrt(d_head)."
     )
     attend_to_self: bool | None = _hint(
-        "Let the query attend to itself, or not.", names=["--attend-to-self/--context-only"]
+        "The query is among its own keys, or not.",
+        names=["--attend-to-self/--no-attend-to-self"],
     )
     score: str | None = _hint(
         f"Score function, if the file states none: {', '.join(SCORES)}; default: softmax and linear are tried.",
@@ -109,17 +113,19 @@ class Hints:
         kind=list[str],
         metavar="NAME=VALUE",
     )
-    map: Sequence[str] | None = _hint(
-        "Known name for an unknown one (q=q_proj); repeatable, in Python a list.",
+    map: Mapping[str, str] | None = _hint(
+        "Known name for an unknown one (q=q_proj), or unused; repeatable, in Python a dict.",
         kind=list[str],
         metavar="THEIRS=KNOWN",
     )
     weights: str | None = _hint(
         "State dict to read, if the file has several, such as ema.", metavar="NAME"
     )
-    anyway: bool | None = _hint(
-        "Read a file that was not understood, too: no reading predicts better than 0.",
-        names=["--anyway"],
+    predictions: str | Path | Sequence[str | Path] | None = _hint(  # noqa: RUF009
+        "Predictions of the model by its own code, which prove how the file is read: arrays x, y, x_query and prediction; "
+        "repeatable, with prompts of other lengths. In Python a path or a list of paths.",
+        kind=list[Path],
+        metavar="FILE.npz",
     )
 
     def __post_init__(self) -> None:
@@ -147,9 +153,19 @@ class Hints:
                 listed = "; ".join(f"{n}={v}" for n, values in JOINS.items() for v in values)
                 listed += f"; rotary_base=10000; passes=1 to {MOST_PASSES}"
                 raise ValueError(f"model must have fields of {listed}, got {name}={value}.")
-        for row in self.map or ():
-            if not re.fullmatch("[^=]+=[^=]+", row):
-                raise ValueError(f"map must have entries THEIRS=KNOWN, got {row!r}.")
+        holds = isinstance(self.map, Mapping | None)
+        require("map", holds, "must be a mapping such as {'my_queries': 'q_proj'}")
+        for theirs, known in (self.map or {}).items():
+            texts = isinstance(theirs, str) and isinstance(known, str)
+            if not texts or not theirs or not known or "=" in theirs + known:
+                raise ValueError(f"map must have entries THEIRS=KNOWN, got {theirs}={known}.")
+
+    @property
+    def recorded(self) -> list[Path]:
+        """Files of `predictions`."""
+        given = self.predictions
+        files = [given] if isinstance(given, str | Path) else given or ()
+        return [Path(file) for file in files]
 
     @property
     def given(self) -> dict[str, object]:

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from torch import Tensor
@@ -23,19 +25,30 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
+from mechinterp.checkpoints.foreign.doubts import doubt_of
+from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
-from mechinterp.checkpoints.foreign.names import TABLE, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints
+from mechinterp.checkpoints.foreign.names import TABLE, Tensors
+from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
+from mechinterp.checkpoints.foreign.proof import Proof, prove
+from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.score import (
+    LazyReadings,
     Reading,
     Tried,
-    doubt_of,
-    not_understood,
+    better_packing,
     tied,
     try_cases,
 )
-from mechinterp.checkpoints.foreign.tensors import Layout, Parts, mapped, of_file, parts_of
-from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
+from mechinterp.checkpoints.foreign.tensors import (
+    Layout,
+    Parts,
+    mapped,
+    of_file,
+    parts_of,
+    unused_names,
+)
+from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -81,6 +94,14 @@ def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, (value, _) in stated.items()}
 
 
+def _lora_scale(raw: Mapping[str, object]) -> dict[str, object]:
+    """Factor on the product of LoRA's matrices, if its config states it."""
+    alpha, rank = raw.get("lora_alpha"), raw.get("r")
+    if not isinstance(alpha, int | float) or not isinstance(rank, int) or rank < 1:
+        return {}
+    return {"lora_scale": float(alpha) / (rank**0.5 if raw.get("use_rslora") is True else rank)}
+
+
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
     """Settings under the names of this package; unknown settings are left out.
 
@@ -95,7 +116,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     for key, value in ONLY.items():
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
-    known = {TASK_KEY: raw.get(TASK_KEY)}
+    known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
@@ -172,6 +193,11 @@ def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
         trained = {"n_points": points, "noise_std": noise} if read is read_yaml else {}
         for part in (document, model if isinstance(model, dict) else {}, trained):
             stated.append((file, {n: None if v in EMPTY else v for n, v in part.items()}))
+    adapter = path.with_name("adapter_config.json")
+    document = read_json(adapter) if adapter.is_file() else None
+    if isinstance(document, dict) and _lora_scale(document):
+        names = ("r", "lora_alpha", "use_rslora")
+        stated.append((adapter, {name: document.get(name) for name in names}))
     return stated
 
 
@@ -183,7 +209,7 @@ def _within(document: object, *names: str) -> object:
 
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
-"""Choices that a single layer of attention has too."""
+"""Choices about positions that a single layer of attention has too."""
 PLAIN_TRIED: Tried = {"positions": "none", "passes": 1, "rms_norm": False}
 UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
@@ -219,8 +245,42 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         Checkpoint(x.pt: 1 layer of 2 heads with MLPs, d_x=5, context_length=40)
     """
     last = run[-1]
+    recordings = [read_recording(file) for file in hints.recorded]
+    if recordings and len(run) > 1:
+        raise CheckpointError(
+            f"{last.file}: predictions are of one model, got a run of {len(run)}."
+        )
     with of_file(last.file):
-        return _read(run, replace(hints, task=_stated_task(last.settings, hints)))
+        return _read(run, replace(hints, task=_stated_task(last.settings, hints)), recordings)
+
+
+def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints) -> Checkpoint:
+    """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
+
+    The state dict is copied, so that later edits of it do not count.
+
+    Args:
+        recordings: As `recording_of` makes them.
+        hints: What is known besides, such as the number of heads and the task.
+    Raises:
+        NotUnderstoodError: If no reading gives the predictions.
+        ValueError: If the tensors fit no format, or the predictions another task.
+    Example:
+        >>> from mechinterp import sample_prompts
+        >>> from mechinterp.checkpoints.foreign.recorded import recording_of
+        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+        >>> from mechinterp.models.run.predictor import predictor_of
+        >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)
+        >>> prompts = sample_prompts(weights, 32)
+        >>> predicted = predictor_of(weights).predict(prompts)
+        >>> record = recording_of(prompts.x, prompts.y, prompts.x_query, predicted)
+        >>> state = {f"W_{x}": getattr(weights, f"W_{x}")[0] for x in "QKVO"}
+        >>> read_proven(state, [record], Hints()).proven["model.score"]
+        'softmax'
+    """
+    copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    stored = Stored(Path("state dict"), copied, {})
+    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings)
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
@@ -235,12 +295,16 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
     return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
-def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
-    last = run[-1]
+def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] = ()) -> Checkpoint:
+    last, length = run[-1], None
+    if recordings:
+        hints, length = _sizes_of_recordings(recordings, hints), recordings[0].length
     known_files = []
     for each in run:
         with of_file(each.file):
-            known_files.append(recognised(mapped(each.tensors, hints.map or ()), hints))
+            known_files.append(
+                recognised(mapped(folded(each.tensors, each.settings), hints.map or {}), hints)
+            )
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
     # A setting such as norm_first is left over in a model without norms.
@@ -249,38 +313,157 @@ def _read(run: Sequence[Stored], hints: Hints) -> Checkpoint:
     given = rotary_of(last.tensors) | given_choices(hints, settings)
     stated_axes = form.fixed.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
-    cases: list[Case] = []
+    packings = _packings(known_files[-1], given, hints, settings)
+    all_axes = usual_axes if stated_axes is None else (str(stated_axes),)
+    by_packing: dict[str | None, list[Case]] = {}
     faults: list[ValueError] = []
-    for axes in usual_axes if stated_axes is None else (str(stated_axes),):
+    for packing, axes in product(packings, all_axes):
         try:
-            parts = _parts_of_run(run, known_files, axes, hints)[-1]
+            files = [_packed(each, packing, hints, settings) for each in known_files]
+            parts = _parts_of_run(run, files, axes, hints)[-1]
             form = _own(form, parts, hints)
             choices = choices_of(parts, form, given, hints)
         except ValueError as error:
             faults.append(error)
             continue
-        source = Source(form, choices, given, hints, last.settings)
+        own = {"orientation": axes} | ({} if packing is None else {"packing": packing})
+        source = Source(form, choices, given, hints, last.settings, length)
         for chosen in combinations(choices, given):
             try:
-                cases.append(case_of(source, parts, {"orientation": axes, **chosen}))
+                case = case_of(source, parts, {**own, **chosen})
+                by_packing.setdefault(packing, []).append(case)
             except ValueError as error:
                 faults.append(error)
-    if not cases:
+    if not by_packing:
         raise faults[0]
-    case, readings, names = try_cases(cases)
+    if recordings:
+        every = [case for some in by_packing.values() for case in some]
+        return _proven(last, prove(every, recordings, last.file))
+    cases = better_packing(list(by_packing.values()))
+    readings: Sequence[Reading]
+    if len(cases) == 1 and not cases[0].refined():
+        # Nothing is open: the loss is computed where it is shown.
+        case, readings, names = cases[0], LazyReadings(partial(_readings_of, cases)), []
+    else:
+        case, readings, names = try_cases(cases)
+    names = [*names, *(("packing",) if len(packings) > 1 else ())]
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
     kept, axes = {}, str(case.tried["orientation"])
-    for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
+    packing = str(case.tried["packing"]) if "packing" in case.tried else None
+    files = [_packed(each, packing, hints, settings) for each in known_files]
+    for each, parts in zip(run, _parts_of_run(run, files, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
 
 
+Known = tuple[Format, Layout, dict[str, Tensor]]
+"""Format of a file, its parts, and its tensors by name."""
+
+
+def _packings(
+    known: Known, given: Mapping[str, object], hints: Hints, settings: Mapping[str, object]
+) -> tuple[str | None, ...]:
+    """Orders of rows to try for packed qkv matrices; None if there is no such matrix, or one head."""
+    form, layout, _ = known
+    packed = [piece.name for piece in layout.pieces if piece.part == "qkv"]
+    heads = hints.n_heads or settings.get("n_heads")
+    if not packed or heads in (None, 1) or form.name != LAYERED.name:
+        return (None,)
+    if "packing" in given:
+        return (str(given["packing"]),)
+    return ("per_head",) if any(PER_HEAD in name for name in packed) else PACKINGS
+
+
+def _packed(
+    known: Known, packing: str | None, hints: Hints, settings: Mapping[str, object]
+) -> Known:
+    """A file's tensors, with matrices that are packed per head in the usual order."""
+    form, layout, tensors = known
+    if packing != "per_head":
+        return known
+    names = [piece.name for piece in layout.pieces if piece.part == "qkv"]
+    heads = hints.n_heads or settings.get("n_heads")
+    return form, layout, repacked(tensors, names, int(str(heads)))
+
+
+def _readings_of(cases: Sequence[Case]) -> Sequence[Reading]:
+    return try_cases(cases)[1]
+
+
+def _sizes_of_recordings(recordings: Sequence[Recording], hints: Hints) -> Hints:
+    """The options, with d_x and d_y of the recorded prompts.
+
+    Raises:
+        ValueError: If an option contradicts the prompts.
+    """
+    sizes = dict(zip(("d_x", "d_y"), require_one_task(recordings), strict=True))
+    lengths = [each.length for each in recordings]
+    task = hints.task or {}
+    for name, size in sizes.items():
+        for given in (hints.given.get(name, size), task.get(name, size)):
+            if given != size:
+                raise ValueError(
+                    f"{name} must be {size}, as in the recorded predictions, got {given}."
+                )
+    length = task.get("context_length", lengths[0])
+    if length not in lengths:
+        listed = " or ".join(map(str, lengths))
+        raise ValueError(
+            f"context_length must be {listed}, as in the recorded predictions, got {length}."
+        )
+    return replace(hints, **sizes)
+
+
+def _proven(stored: Stored, proof: Proof) -> Checkpoint:
+    """Checkpoint of the reading that gives recorded predictions."""
+    first, names = proof.cases[0], proof.open
+    readings = tuple(
+        Reading(
+            tried={name: case.value_of(name) for name in names},
+            build=case.weights,
+            loss=0.0,
+            loss_sem=0.0,
+            predicts=True,
+            ties=True,
+            stands=True,
+        )
+        for case in proof.cases
+        if len(proof.cases) > 1
+    )
+    checkpoint = _checkpoint(stored, first, (), names)
+    closed = first.source.closed
+    proven = {
+        f"model.{name}": first.value_of(name)
+        for name in first.tried
+        if name not in (*names, "score_slope") and closed.get(name, object()) != first.tried[name]
+    }
+    proven["predictions"] = proof.in_words
+    open_ones = {f"model.{name}" for name in names} | (
+        {"attn_scale"} if "scale" in names else set()
+    )
+    task = {
+        n: v for n, v in checkpoint.assumed.items() if n.startswith(("task.", "train.", "seed"))
+    }
+    assumed = {n: v for n, v in checkpoint.assumed.items() if n in open_ones}
+    unused = {n: v for n, v in checkpoint.assumed.items() if n == "unused"}
+    assumed = {**task, **assumed, **unused, "step": stored.step}
+    if names:
+        assumed["undetermined"] = (
+            f"the recorded predictions leave open {' and '.join(map(option, names))}: "
+            f"{len(readings)} readings give them; predictions for prompts of another length or size may decide (--predictions twice)"
+        )
+    known = {n: v for n, v in checkpoint.known.items() if n not in proven and n not in open_ones}
+    return replace(
+        checkpoint, assumed=assumed, known=known, proven=proven, readings=readings, doubting=None
+    )
+
+
 def _parts_of_run(
     run: Sequence[Stored],
-    known_files: Sequence[tuple[Format, Layout, dict[str, Tensor]]],
+    known_files: Sequence["Known"],
     axes: str,
     hints: Hints,
 ) -> list[Parts]:
@@ -295,7 +478,7 @@ def _parts_of_run(
 
 def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     """Format of a file; if its names fit no format, one that fits its parts."""
-    of_layers = [name for name in hints.model or {} if name not in OF_POSITIONS]
+    of_layers = [name for name in hints.model or {} if name not in (*OF_POSITIONS, "packing")]
     if parts.alone and of_layers:
         raise ValueError(
             f"model ({', '.join(of_layers)}) needs layers with norms or MLPs, got one layer of attention alone."
@@ -306,7 +489,7 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
 
 
 def _checkpoint(
-    stored: Stored, case: Case, readings: tuple[Reading, ...], names: Sequence[str]
+    stored: Stored, case: Case, readings: Sequence[Reading], names: Sequence[str]
 ) -> Checkpoint:
     """Checkpoint of the chosen reading, with what was assumed."""
     weights, form, closed = case.weights(), case.source.form, case.source.closed
@@ -331,26 +514,39 @@ def _checkpoint(
     if "scale" not in closed:
         assumed["attn_scale"] = 1 / case.scale
     assumed |= {**form.beside, **_left_out(case), "step": stored.step}
-    if readings:
+    if not isinstance(readings, LazyReadings) and readings:
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
-    if open_between := tied(readings):
-        assumed["undetermined"] = open_between
-    if readings and not readings[0].predicts:
-        assumed |= {"understood": False, "doubt": not_understood(readings)}
-    elif doubt := doubt_of(case):
-        assumed["doubt"] = doubt
-    ignored = [name for name, tensor in stored.tensors.items() if is_harmless(name, tensor.ndim)]
-    if ignored and form.name != "transformer-lens":
-        assumed["ignored"] = ignored
-    named = (form.name, assumed)
-    return Checkpoint(stored.file, config, stored.step, weights, *named, readings=readings)
+        if open_between := tied(readings):
+            assumed["undetermined"] = open_between
+    if unused := unused_names(stored.tensors, case.source.hints.map or {}):
+        assumed["unused"] = unused
+    stated = {f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried}
+    stated |= {n: v for n, v in values if n in case.known}
+    rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
+    known = {f"model.{name}": case.value_of(name) for name in rest}
+    if "attn_scale" not in assumed and "model.scale" not in stated:
+        known["model.scale"] = case.scale
+    return Checkpoint(
+        path=stored.file,
+        config=config,
+        step=stored.step,
+        weights=weights,
+        format=form.name,
+        assumed=assumed,
+        stated=stated,
+        known=known,
+        readings=readings,
+        doubting=partial(doubt_of, case),
+    )
 
 
 def _without_trace(case: Case) -> set[str]:
     """Choices that leave no trace in files and may matter for this one: positions, passes, RMS
     norms."""
     refined = refinements({**case.tried, **PLAIN_TRIED}, case.parts, case.source.form, ())
-    changed = (item for each in refined for item in each.items())
+    changed = [item for each in refined for item in each.items()]
+    if case.tried.get("residual") and "passes" in case.tried:
+        changed.append(("passes", None))
     return {name for name, value in changed if value != PLAIN_TRIED.get(name, value)}
 
 

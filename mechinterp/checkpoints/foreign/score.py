@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.assemble import Tried
 from mechinterp.checkpoints.foreign.candidates import (
     AGAIN,
     DOUBTED,
-    N_OF_LAYERS,
     REFINED_NAMES,
     Case,
     Errors,
@@ -27,18 +26,6 @@ from mechinterp.checkpoints.foreign.candidates import (
     near_values,
 )
 from mechinterp.checkpoints.foreign.options import option, stated_option
-from mechinterp.config import ModelConfig
-from mechinterp.models.layers import attention_pattern
-from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import (
-    AVERAGE,
-    Keys,
-    Queries,
-    attend,
-    predictions,
-    scores_of,
-)
-from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
 ROUNDING = 1e-12
@@ -51,8 +38,9 @@ Larger values make more readings tie.
 """
 
 MOST_SHOWN = 2
-LEFT_TO_SAY = ("--score", "--scale", "--output-scale", "--model", "--task")
-"""Options that may make a file understood, whatever was tried."""
+LEFT_TO_SAY = ("--task", "--score", "--scale", "--output-scale", "--model", "--predictions")
+"""Options that may settle a doubt, whatever was tried."""
+IN_DOUBT = "the task of this file, or how it was read, is in doubt"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +79,23 @@ class Reading:
         )
         error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
         return f"{named or 'as it is'}: {self.loss:.3g}{error}"
+
+
+class LazyReadings(Sequence[Reading]):
+    """Readings that are tried on first use."""
+
+    def __init__(self, make: Callable[[], Sequence[Reading]]) -> None:
+        self.make = make
+
+    @cached_property
+    def every(self) -> Sequence[Reading]:
+        return self.make()
+
+    def __getitem__(self, row: int | slice) -> Any:
+        return self.every[row]
+
+    def __len__(self) -> int:
+        return len(self.every)
 
 
 def ranked(
@@ -136,18 +141,18 @@ def ranked(
     return [readings[i] for i in order]
 
 
-def not_understood(readings: Sequence[Reading]) -> str:
-    """Message that a file was not understood, with options to try."""
+def predicts_nothing(readings: Sequence[Reading]) -> str:
+    """Message that no reading predicts, with options that decide."""
     if any(each.predicts for each in readings):
-        what = f"read as its format states, it predicts no better than 0 ({readings[0]!r})"
-        return f"this file was not understood: {what}; {advice(readings)}"
+        what = f"read as its format states, it does not predict clearly better than 0 ({readings[0]!r})"
+        return f"{IN_DOUBT}: {what}; {advice(readings)}"
     best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
     losses = "; ".join(map(repr, best))
     named = [*map(option, readings[0].tried), *LEFT_TO_SAY]
     *first, last = dict.fromkeys(named)
     return (
-        "this file was not understood: no reading predicts better than 0 on prompts of the task (loss over that of 0: "
-        f"{losses}); try {', '.join(first)} or {last}"
+        f"{IN_DOUBT}: on prompts of the assumed task no reading predicts better than 0 by more than {MARGIN:.0%} and "
+        f"{ERRORS:.0f} standard errors (loss over that of 0: {losses}); state {', '.join(first)}, or prove the reading by {last}"
     )
 
 
@@ -285,8 +290,8 @@ def _starts(look: Look) -> list[int]:
 
     At first the latter can be worse than a reading with linear scores.
     """
-    best = {rows[0] for rows in look.groups("context_only").values()}
-    by_score = [rows[0] for rows in look.groups("score", "context_only").values()]
+    best = {rows[0] for rows in look.groups("context_keys").values()}
+    by_score = [rows[0] for rows in look.groups("score", "context_keys").values()]
     return sorted(best | {i for i in by_score if look.cases[i].tried.get("score") == "softmax"})
 
 
@@ -295,7 +300,7 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
 
     The norm or activation that predicts best can depend on a refinement, and one refinement on another.
     """
-    kept = ("rotary", "positions", "context_only")
+    kept = ("rotary", "positions", "context_keys")
     names = [n for n in open_choices(cases) if n in case.tried and not n.startswith(kept)]
     values = {n: dict.fromkeys(c.tried[n] for c in cases if n in c.tried) for n in names}
     better: list[Case] = []
@@ -319,9 +324,9 @@ def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
     unrefined case."""
     plain = {id(case) for case in cases}
     near: set[int] = set()
-    for rows in look.groups("context_only").values():
+    for rows in look.groups("context_keys").values():
         near |= {*[i for i in rows if id(look.cases[i]) in plain][:1]}
-    for rows in look.groups("score", "context_only").values():
+    for rows in look.groups("score", "context_keys").values():
         best = look.errors[rows[0]][0]
         near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
     return [look.cases[i] for i in sorted(near)]
@@ -376,8 +381,8 @@ def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     If the other mask predicts much better: all cases, and none. A causal model that is read without
     its mask can have a lower loss than with it, so a small advantage does not count.
     """
-    usual = cases[0].tried.get("context_only")
-    groups = look.groups("context_only")
+    usual = cases[0].tried.get("context_keys")
+    groups = look.groups("context_keys")
     own = groups.pop((usual,), [])
     other = [i for rows in groups.values() for i in rows]
     if not own or not other:
@@ -386,6 +391,23 @@ def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
         return look, look.of([])
     return look.of(sorted(own)), look.of(sorted(other))
+
+
+MOST_PACKED, N_PACKED = 16, 256
+"""Numbers of readings of each packing, and of prompts, that decide on the packing of a qkv matrix."""
+
+
+def better_packing(groups: Sequence[list[Case]]) -> list[Case]:
+    """Readings of the packing that predicts better; of the usual one unless another predicts clearly better."""
+    if len(groups) == 1:
+        return groups[0]
+    looks = [looked_at(cases[:MOST_PACKED], N_PACKED) for cases in groups]
+    errors = [look.errors[look.losses.index(min(look.losses))] for look in looks]
+    chosen = 0
+    for row, (error, zero) in enumerate(errors):
+        if below(error, zero) and below(error, errors[chosen][0]):
+            chosen = row
+    return groups[chosen]
 
 
 def open_choices(cases: Sequence[Case]) -> list[str]:
@@ -430,117 +452,3 @@ def _require_one_size(cases: Sequence[Case], readings: Sequence[Reading]) -> Non
             f"the file does not state the orientation of its matrices, and {listed} both predict; give --d-x (d_x=) or "
             "--orientation (orientation=)."
         )
-
-
-REST = 0.85
-"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
-tensor.
-
-Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
-0.80 or less. A larger value doubts more correct readings.
-"""
-ALIBI = "ALiBi (a slope times the distance in the scores)"
-SOFTMAX1 = "softmax1 (one more logit, which is 0)"
-BETTER = {ALIBI: MARGIN, SOFTMAX1: 0.1}
-"""A file is doubted if this kind of attention lowers its loss by more than this fraction.
-
-Set after 25 trained test models had been read: the extra logit lowered the loss of correctly read models by up to 0.07,
-and that of models with it by 0.01 to 0.42; ALiBi never lowered the loss of correctly read models. Larger values doubt
-fewer files.
-"""
-STEP, LEAST_AT_REST = 0.02, 64
-"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
-
-
-def doubt_of(case: Case) -> str:
-    """Why the reading of a file is doubted although it predicts; empty if nothing suggests it."""
-    if not case.parts.alone and (left := left_by_factors(case)) < REST:
-        return (
-            f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
-            "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
-            "(mechinterp.hook_module)"
-        )
-    if better := better_with(case):
-        return (
-            f"how this file was read is in doubt: with {better[0]}, which leaves no trace in a file and is not read from one, its loss is "
-            f"{better[1]:.2f} times as large; if it has it, hook the module in memory (mechinterp.hook_module)"
-        )
-    return ""
-
-
-def better_with(case: Case) -> tuple[str, float] | None:
-    """Kind of attention without a trace in a file that predicts clearly better, and the fraction of
-    the loss that it leaves; None if there is none.
-
-    ALiBi takes 2^(-8 (h + 1) / H) times the distance of query and key from the scores of head h of H. Softmax1 has one
-    more logit, which is 0, so that a head can read nothing.
-
-    Source:
-        Press et al. 2022, arXiv 2108.12409, section 3; Miller 2023, "Attention is off by one".
-    """
-    weights, task = case.weights(), case.task
-    config = weights.model
-    if config.score != "softmax" or config.rotary_dim is not None:
-        return None
-    count = n_prompts_for([case] * 3, AGAIN)
-    if count < LEAST_AT_REST:
-        return None
-    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4)).to(weights.dtype)
-    errors = {}
-    for name, way in {"": attend, ALIBI: _slanted, SOFTMAX1: _with_a_logit}.items():
-        rest = predictions(weights, prompts, attend=way) - prompts.y_query
-        errors[name] = rest.double().square().mean(1)
-    plain = errors.pop("")
-    better = {n: e for n, e in errors.items() if below(e, plain, BETTER[n])}
-    left = {name: float(error.mean() / plain.mean()) for name, error in better.items()}
-    return min(left.items(), key=lambda each: each[1]) if left else None
-
-
-def _slanted(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-    """Averages of the values under ALiBi."""
-    n_heads, n_pos = q.shape[2], k.shape[1]
-    slopes = 2.0 ** (-8 * torch.arange(1, n_heads + 1, device=q.device) / n_heads)
-    at = torch.arange(n_pos, device=q.device)
-    away = (at[rows, None] - at).abs()
-    scores = scores_of(q, k, model, rows) - slopes[:, None, None].to(q) * away
-    return einsum(attention_pattern(scores), v, AVERAGE)
-
-
-def _with_a_logit(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-    """Averages of the values under softmax1."""
-    share = scores_of(q, k, model, rows).logsumexp(-1).sigmoid()
-    return attend(q, k, v, model, rows) * share.mT[..., None]
-
-
-def left_by_factors(case: Case) -> float:
-    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
-
-    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
-    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
-    for the fit and once for the loss.
-    """
-    weights, task = case.weights(), case.task
-    named = weights.by_name
-    scaled = [n for n, t in named.items() if t.any() and (t.ndim > 1 or n.endswith(".w"))]
-    count = n_prompts_for([case] * (4 * len(scaled) + 4), AGAIN)
-    if count < LEAST_AT_REST:
-        return 1.0
-    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4))
-
-    def predicted(changed: dict[str, Tensor]) -> Tensor:
-        other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
-        return predictor_of(other).predict(prompts.to(weights.dtype)).double().flatten()
-
-    base = predicted({})
-    error = prompts.y_query.double().flatten() - base
-    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
-    design, half = torch.stack(slopes, 1), len(error) // 2
-    if not torch.isfinite(design).all():
-        return 1.0
-    left = []
-    for fit, held in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
-        A = design[fit]
-        inverse = torch.linalg.pinv(A.T @ A, rtol=1e-3, hermitian=True)
-        rest = error[held] - design[held] @ (inverse @ (A.T @ error[fit]))
-        left.append(float(rest.square().sum() / error[held].square().sum().clamp(min=1e-300)))
-    return sum(left) / 2

@@ -26,6 +26,7 @@ from mechinterp.checkpoints.foreign.names import (
     TRANSPOSED,
     Piece,
     Tensors,
+    is_harmless,
     piece_of,
 )
 from mechinterp.checkpoints.foreign.options import Hints, settle
@@ -127,6 +128,7 @@ def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Tensors) -> bool
 
 
 KERNELS = ("kernel", "w")
+WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
@@ -154,8 +156,7 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
-        kind = f"a model of word tokens ({words.name} {shape})"
-        raise ValueError(f"{kind}; tokens must be numbers (x, y).")
+        raise ValueError(WORD_MODEL.format(words.name, shape))
 
 
 def _grouped(tensors: Tensors, layout: Layout) -> str:
@@ -181,8 +182,9 @@ def shown(name: str) -> str:
 class TensorError(ValueError):
     """Refused tensor of a file; the error message adds how to state which part it is (--map)."""
 
-    def __init__(self, what: str, rule: str) -> None:
+    def __init__(self, what: str, rule: str, *, offer: bool = True) -> None:
         self.rule = f"{shown(what)} {rule}".lstrip()
+        self.offer = offer
         super().__init__(f"{self.rule}.")
 
 
@@ -194,43 +196,64 @@ def of_file(file: Path) -> Iterator[None]:
         try:
             yield
         except TensorError as error:
+            if not error.offer:
+                raise ValueError(f"{error.rule}; {HOOK}.") from None
             raise ValueError(
                 f"{error.rule}; state its part by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
                 f"where KNOWN is one of {', '.join(KNOWN)}."
             ) from None
 
 
-def mapped(tensors: Tensors, rows: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors renamed by rows "theirs=known".
+UNUSED = "unused"
 
-    The left side is a whole name, or whole words of names. Words before the last one stay. The
-    ending, such as weight or kernel, stays too, unless both sides end in such a word.
+
+def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors renamed by `names`, {theirs: known}; those mapped to `unused` are dropped.
+
+    The key is a whole name, or whole words of names. Words before the last one stay. The ending,
+    such as weight or kernel, stays too, unless both sides end in such a word.
 
     Raises:
-        ValueError: If a row matches no name, or gives two tensors the same name.
+        ValueError: If a key matches no name, or two tensors would get the same name.
     Example:
         >>> import torch
-        >>> list(mapped({"block.final.kernel": torch.zeros(1)}, ["block.final=o_proj"]))
+        >>> list(mapped({"block.final.kernel": torch.zeros(1)}, {"block.final": "o_proj"}))
         ['block.o_proj.kernel']
     """
     named = dict(tensors)
-    for row in rows:
-        theirs, _, known = row.partition("=")
+    for theirs, known in names.items():
+        pattern = _whole_words(theirs)
+        if not any(map(pattern.search, named)):
+            listed = ", ".join(map(shown, [*named][:8]))
+            raise ValueError(f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}.")  # fmt: skip
+        if known == UNUSED:
+            named = {name: t for name, t in named.items() if not pattern.search(name)}
+            continue
         words = re.split(r"[./]", theirs)
         kind = words.pop() if len(words) > 1 and words[-1] in KINDS else ""
         path = theirs.removesuffix(kind).rstrip("./").removesuffix(words[-1])
         whole = kind and known.rpartition(".")[2] in KINDS
         after = "" if whole else theirs[len(path) + len(words[-1]) :]
         new = (path + known + after).replace("\\", r"\\")
-        pattern = re.compile(rf"(^|[./])({re.escape(theirs)})(?=$|[./])")
         renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}
-        if not any(map(pattern.search, named)):
-            names = ", ".join(map(shown, [*named][:8]))
-            raise ValueError(f"map must name whole words of a tensor's name, got {row!r}; the names are {names}.")  # fmt: skip
         if len(renamed) < len(named):
-            raise ValueError(f"map must give different names to different tensors, got {row!r}.")
+            raise ValueError(f"map must give different names to different tensors, got {theirs}={known}.")  # fmt: skip
         named = renamed
     return named
+
+
+def _whole_words(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(^|[./])({re.escape(name)})(?=$|[./])")
+
+
+def unused_names(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
+    """Names of the tensors that no reading uses: buffers, and those mapped to `unused`."""
+    dropped = [_whole_words(theirs) for theirs, known in names.items() if known == UNUSED]
+    return [
+        name
+        for name, tensor in tensors.items()
+        if is_harmless(name, tensor) or any(each.search(name) for each in dropped)
+    ]
 
 
 def unstacked(tensors: Tensors) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ class CheckpointError(ValueError):
 
 
 class NotUnderstoodError(CheckpointError):
-    """No reading of a file predicts better than 0; the message says what to try."""
+    """No reading of a file gives the recorded predictions; the message says what would."""
 
 
 @contextmanager

@@ -111,9 +111,11 @@ WRAPPERS = (
     *("params", "weights", "state", "module"),
 )
 """Names under which runs store the weights."""
-OPTIMISER = re.compile(r"(?:optim|opt_|sched|lr_sched|scaler|rng).*", re.IGNORECASE)
-BESIDE = re.compile(rf"{OPTIMISER.pattern}|ema.*", re.IGNORECASE)
-"""Names of values beside the weights: optimiser state, random states, averaged weights."""
+OPTIMISER = re.compile(
+    r"(?:optim|optimi[sz]ers?|opt|(?:lr_)?sched|(?:lr_)?schedulers?)(?:_state)?(?:_dict|s)?",
+    re.IGNORECASE,
+)
+"""Names of dictionaries with the state of an optimiser, whose tensors are no weights."""
 SKIPPED = re.compile(
     r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
     r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
@@ -243,7 +245,7 @@ def tensors_among(
     names = chosen_names({name: place.shape for name, place in places.items()}, weights)
     if weights is None:
         document = _unwrapped(root)
-        places = dict(_places(document, BESIDE))
+        places = dict(_places(document))
         classes = _needed_classes(document)
         if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in classes):
             raise CheckpointError(_no_weights(root, classes))
@@ -287,16 +289,17 @@ def _unwrapped(document: object, depth: int = 0) -> object:
         inner = document.get(name)
         if isinstance(inner, dict) and any(_places(inner)):
             others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
-            beside = (piece_of(each) for each, _ in _places(others, BESIDE))
+            beside = (piece_of(each) for each, _ in _places(others))
             return document if any(beside) else _unwrapped(inner, depth + 1)
     return document
 
 
-def _places(root: object, skipped: re.Pattern[str] = OPTIMISER) -> Iterator[tuple[str, Place]]:
-    """Tensors in nested dictionaries by dotted names, without those of the optimiser."""
+def _places(root: object) -> Iterator[tuple[str, Place]]:
+    """Tensors in nested dictionaries by dotted names, without those in a dictionary of an optimiser."""
     for path, value in _entries(root):
         named = isinstance(path[-1], str) and None not in path
-        if isinstance(value, Place) and named and not skipped.fullmatch(str(path[0])):
+        beside = len(path) > 1 and OPTIMISER.fullmatch(str(path[0]))
+        if isinstance(value, Place) and named and not beside:
             yield ".".join(map(str, path)), value
 
 
@@ -335,6 +338,8 @@ def _no_weights(root: object, classes: list[str]) -> str:
         got = "a list or the like"
     else:
         got = f"a {type(root).__name__}"
+    if isinstance(root, dict) and "hist_dict" in root:
+        got += "; write the last matrices of one run: torch.save({'allparam': run['hist_dict'][key][-1]}, FILE)"
     wrappers = ", ".join(WRAPPERS)
     return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
 

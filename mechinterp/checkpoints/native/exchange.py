@@ -68,7 +68,7 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 "the script that loads the model uses a strict mask, got a model whose query attends to itself."
             )
-    document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed)
+    document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed_and_doubt)
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
     with claimed(folder, last=SIDE_CAR) as claim:
@@ -154,7 +154,9 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
         raise CheckpointError(f"{file}: already exists; it is not overwritten.")
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
-    document = document_of(checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed)
+    document = document_of(
+        checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed_and_doubt
+    )
     arrays = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
     if checkpoint.config.model.one_attention:
         arrays = {name.removeprefix(PREFIX): array for name, array in arrays.items()}

@@ -58,10 +58,15 @@ class Predictor(ABC):
     law_stated: bool = False
     """True: the task was stated with the model or its file, so that it is the law of given prompts, too. False: it is
     assumed, or sizes alone were stated."""
-    doubt: str = ""
-    """Why the file of the model may have been read wrongly; empty if nothing says so."""
+    doubts: Callable[[], str] = str
+    """Computes why the file of the model may have been read wrongly; empty if nothing says so."""
     _checked: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
     """Results of checks that have been made, by name: whether one pass gives the predictions at every x."""
+
+    @property
+    def doubt(self) -> str:
+        """Why the file of the model may have been read wrongly; empty if nothing says so."""
+        return self.doubts()
 
     @property
     @abstractmethod

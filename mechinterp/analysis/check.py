@@ -1,0 +1,248 @@
+"""First look at a model: its loss, what was found and what was assumed, and which analyses run on it."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from torch import nn
+
+from mechinterp import figures
+from mechinterp.analysis import registry
+from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
+from mechinterp.analysis.patching.pairing import graph_of
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.display import Result, counted
+from mechinterp.icl.predictors import ridge
+from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.gradients import require_gradients
+from mechinterp.models.hooked.masks import require_sum
+from mechinterp.models.hooked.module import ModuleHooks
+from mechinterp.models.hooked.runner import query_positions
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.predictor import predictor_of
+
+N_PROMPTS = 512
+"""Default number of prompts of the losses."""
+HOW = ("assumed", "stated", "proven", "known")
+"""How a setting is known, the least certain first: assumed; stated by the file or the user; proven by predictions; known
+from the module, its shapes or its format."""
+WIDTH = 80
+NEEDS: Mapping[registry.Needs, str] = {
+    registry.weights_by_name: "weights by name, but no reading of the state dict predicts as the module does",
+    registry.linear_components: "weights of one layer of linear attention, one response",
+    registry.patterns: "attention weights that can be read",
+    registry.several_layers: "two layers or more",
+    registry.edges_to_patch: "a checkpoint of two layers or more whose outputs add up",
+    registry.a_history: "a training history, which this package or a Monitor records",
+    registry.jumps_ahead: "a training of linear attention by this package",
+    registry.a_pool: "a task with a pool of task vectors (n_tasks)",
+}
+"""What a model must have for an analysis, by the test of the registry."""
+OF_STREAM = ("probe", "p-probe", "patch-activations")
+"""Analyses that read the stream at the query."""
+EDGES = "attribute-edges"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Check(Result):
+    """What is known about a model, and which analyses run on it."""
+
+    model: str
+    """Name and kind of the model, its layers and heads."""
+    loss: TaskLoss
+    """Losses of the model, of ridge regression and of predicting 0, unit y^2."""
+    settings: pd.DataFrame
+    """One row per setting: setting, value, how (assumed, stated, proven or known); what is assumed comes first."""
+    analyses: pd.DataFrame
+    """One row per analysis of the registry: analysis, runs, lacks."""
+    doubt: str = ""
+    """Why the model may have been read wrongly; empty if nothing suggests it."""
+
+    def __repr__(self) -> str:
+        runs = self.analyses["runs"]
+        return f"Check({self.model}; {runs.sum()} of {len(runs)} analyses run)"
+
+    def __str__(self) -> str:
+        """The whole answer, on one screen of a terminal."""
+        lines = [self.model, f"Loss: {self.loss}."]
+        lines += [f"Doubt: {self.doubt}."] if self.doubt else []
+        for how, rows in self.settings.groupby("how", sort=False):
+            listed = "; ".join(f"{row.setting} {row.value}" for row in rows.itertuples())
+            lines.append(f"{str(how).capitalize()}: {listed}.")
+        runs = self.analyses["runs"]
+        lines.append(f"Runs: {', '.join(self.analyses['analysis'][runs])}.")
+        lines += ["Does not run, and what it needs:"] if not runs.all() else []
+        lines += [f"  {r.analysis}: {r.lacks}" for r in self.analyses[~runs].itertuples()]
+        fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        return "\n".join(fill(line) for line in lines)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per analysis: its name, whether it runs, and what it lacks."""
+        return self.analyses.copy()
+
+    def plot(self) -> go.Figure:
+        """Losses of the model, of ridge regression and of predicting 0."""
+        loss = self.loss
+        values = np.array([loss.model, loss.ridge, loss.zero])
+        errors = np.array([loss.model_sem, loss.ridge_sem, loss.zero_sem])
+        names = ["model", "ridge regression", "predicting 0"]
+        return figures.bars(names, {"loss": (values, errors)}, title="Loss", y_title="loss (y²)")
+
+
+def check(
+    source: Checkpoint | HookedModule | nn.Module | str | Path,
+    prompts: Prompts | None = None,
+    *,
+    task: TaskLike | None = None,
+    n_prompts: int | None = None,
+    seed: int = 0,
+) -> Check:
+    """First look at a model: own loss and ridge's, layers and heads, what is assumed, which analyses run.
+
+    Run it first. If the loss is far above ridge's, the task, `embed` or `read` may be wrong.
+
+    Args:
+        source: A checkpoint, a hooked module, a plain module, which is hooked, or the path of a file.
+        prompts: Given prompts; None draws them.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file. None: the law
+            stated with the model, or the softmax paper's.
+        n_prompts: Number of prompts of the losses; None: 512.
+    Raises:
+        ValueError: If the source is none of these, or as `hook_module` and `load` raise.
+    See also:
+        `hook_module`, `load`, `classify`, `write_report`.
+    Example:
+        >>> found = check("softmax-h2-s0")
+        >>> found.model
+        'softmax-h2-s0: 1 layer of 2 heads, native'
+        >>> found.to_frame().set_index("analysis")["lacks"]["jump-forecast"]
+        'a training of linear attention by this package'
+    """
+    model = _model(source, task)
+    prompts, law = prompts_and_law(
+        model, prompts, analysis="check", task=task, n_prompts=n_prompts or N_PROMPTS, seed=seed
+    )
+    with torch.no_grad():
+        prediction = predictor_of(model).predict(prompts)
+    best = ridge(prompts, penalty=0.0 if law is None else law.posterior_penalty)
+    loss = task_loss(prediction, best.to(prediction), prompts)
+    heads = counted(predictor_of(model).n_heads, "head")
+    layers = counted(predictor_of(model).n_layers, "layer")
+    kind = model.format if isinstance(model, Checkpoint) else "a PyTorch module with hooks"
+    settings = pd.DataFrame(_settings(model, law), columns=["setting", "value", "how"])
+    order = settings["how"].map(HOW.index)
+    rows = [(name, *_lacks(name, each, model)) for name, each in registry.ANALYSES.items()]
+    return Check(
+        model=f"{model.name}: {layers} of {heads}, {kind}",
+        loss=loss,
+        settings=settings.loc[order.sort_values(kind="stable").index].reset_index(drop=True),
+        analyses=pd.DataFrame(rows, columns=["analysis", "runs", "lacks"]),
+        doubt=_doubt(model, loss),
+    )
+
+
+def _model(source: object, task: TaskLike | None) -> Checkpoint | HookedModule:
+    """The source as a checkpoint or a hooked module."""
+    if isinstance(source, Checkpoint | HookedModule):
+        return source
+    if isinstance(source, str | Path):
+        return load(source)
+    if isinstance(source, nn.Module):
+        return hook_module(source, task=task)
+    raise ValueError(
+        f"check needs a checkpoint, a module or a path, got a {type(source).__name__}."
+    )
+
+
+def _doubt(model: Checkpoint | HookedModule, loss: TaskLoss) -> str:
+    if isinstance(model, Checkpoint) and model.doubt:
+        return model.doubt
+    if loss.model < loss.zero:
+        return ""
+    hint = "the task" if isinstance(model, Checkpoint) else "the task, embed= and read="
+    return f"the model predicts no better than 0; check {hint}"
+
+
+def _settings(
+    model: Checkpoint | HookedModule, law: TaskConfig | None
+) -> Iterator[tuple[str, str, str]]:
+    """Settings, their values, and how they are known."""
+    if law is not None:
+        stated = "known" if predictor_of(model).trained_here else "stated"
+        for name, value in law.fields_in_words.items():
+            yield name, value, "assumed" if name in law.assumed else stated
+    yield from _of_file(model) if isinstance(model, Checkpoint) else _of_module(model)
+
+
+def _of_file(model: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    config = model.config.model
+    assumed = {name.removeprefix("model."): v for name, v in model.assumed.items()}
+    for name, value in assumed.items():
+        if f"model.{name}" in model.assumed and value not in (None, (), []):
+            yield name, str(value), "assumed"
+    if "attn_scale" in assumed:
+        yield "scale", f"{1 / float(str(assumed['attn_scale'])):.4g}", "assumed"
+    shown = {"score": config.score, "norm": config.norm, "d_mlp": config.d_mlp}
+    for name, value in shown.items():
+        if name not in assumed and value is not None:
+            yield name, str(value), "known"
+    yield "parameters", f"{sum(t.numel() for t in model.weights.tensors.values()):,}", "known"
+
+
+def _of_module(model: HookedModule) -> Iterator[tuple[str, str, str]]:
+    hooked = model.hooked
+    own = getattr(hooked.embed, "embed", None)
+    yield "input", "tokens (x, y), query last" if own is None else "embed=", _stated(own)
+    plain = getattr(hooked.read, "func", None) is not None
+    yield "prediction", "last entries of the output" if plain else "read=", _stated(not plain)
+    yield "heads before", ", ".join(dict.fromkeys(model.outputs)), "known"
+    yield "parameters", f"{sum(p.numel() for p in model.model.module.parameters()):,}", "known"
+    if predictor_of(by_weights(model)).weights is not None:
+        yield "weights by name", "(the state dict predicts as the module does)", "proven"
+
+
+def _stated(given: object) -> str:
+    return "stated" if given else "assumed"
+
+
+def _lacks(
+    name: str, analysis: registry.Analysis, model: Checkpoint | HookedModule
+) -> tuple[bool, str]:
+    """Whether an analysis runs on a model, and what it lacks."""
+    hooked = isinstance(model, HookedModule)
+    if hooked and name in (*OF_STREAM, EDGES):
+        try:
+            _require_stream(model, edges=name == EDGES)
+        except ValueError as error:
+            return False, " ".join(str(error).split()).removesuffix(".")
+        return True, ""
+    if analysis.needs(model):
+        return True, ""
+    lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
+    if hooked and analysis.needs is registry.patterns:
+        reasons = dict.fromkeys(model.model.unfollowed.values())
+        lacks += f" ({next(iter(reasons))})" if reasons else ""
+    return False, lacks
+
+
+@torch.no_grad()
+def _require_stream(module: HookedModule, *, edges: bool) -> None:
+    """Refuse a module without a stream that can be read, or without edges in it."""
+    hooked = module.hooked
+    prompts, _ = prompts_and_law(module, analysis="check", n_prompts=2)
+    query_positions(hooked, prompts)
+    if edges and isinstance(hooked.model, ModuleHooks):
+        _, receivers = graph_of(hooked, "heads")
+        require_sum(hooked.model, hooked.inputs(prompts))
+        names = [name for node in receivers for name in (node.hook, node.stream)]
+        require_gradients(hooked, hooked.inputs(prompts), names)

@@ -1,0 +1,127 @@
+"""Doubts about how an external file was read, computed when a command or an analysis shows them."""
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from mechinterp.checkpoints.foreign.candidates import AGAIN, N_OF_LAYERS, Case, n_prompts_for
+from mechinterp.checkpoints.foreign.score import MARGIN, below
+from mechinterp.config import ModelConfig
+from mechinterp.models.layers import attention_pattern
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.general import AVERAGE, Keys, Queries, attend, predictions, scores_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.weights import Weights
+
+REST = 0.85
+"""A file is doubted if less than this fraction of its loss remains after a fit of one factor per
+tensor.
+
+Set after 15 files of known models had been read: 8 correct readings had 0.95 or more, 6 wrong ones
+0.80 or less. A larger value doubts more correct readings.
+"""
+ALIBI = "ALiBi (a slope times the distance in the scores)"
+SOFTMAX1 = "softmax1 (one more logit, which is 0)"
+BETTER = {ALIBI: MARGIN, SOFTMAX1: 0.1}
+"""A file is doubted if this kind of attention lowers its loss by more than this fraction.
+
+Set after 25 trained test models had been read: the extra logit lowered the loss of correctly read models by up to 0.07,
+and that of models with it by 0.01 to 0.42; ALiBi never lowered the loss of correctly read models. Larger values doubt
+fewer files.
+"""
+STEP, LEAST_AT_REST = 0.02, 64
+"""Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
+
+
+def doubt_of(case: Case) -> str:
+    """Why the reading of a file is doubted although it predicts; empty if nothing suggests it."""
+    if not case.parts.alone and (left := left_by_factors(case)) < REST:
+        return (
+            f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
+            "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
+            "(mechinterp.hook_module)"
+        )
+    if better := better_with(case):
+        return (
+            f"how this file was read is in doubt: with {better[0]}, which leaves no trace in a file and is not read from one, its loss is "
+            f"{better[1]:.2f} times as large; if it has it, hook the module in memory (mechinterp.hook_module)"
+        )
+    return ""
+
+
+def better_with(case: Case) -> tuple[str, float] | None:
+    """Kind of attention without a trace in a file that predicts clearly better, and the fraction of
+    the loss that it leaves; None if there is none.
+
+    ALiBi takes 2^(-8 (h + 1) / H) times the distance of query and key from the scores of head h of H. Softmax1 has one
+    more logit, which is 0, so that a head can read nothing.
+
+    Source:
+        Press et al. 2022, arXiv 2108.12409, section 3; Miller 2023, "Attention is off by one".
+    """
+    weights, task = case.weights(), case.task
+    config = weights.model
+    if config.score != "softmax" or config.rotary_dim is not None:
+        return None
+    count = n_prompts_for([case] * 3, AGAIN)
+    if count < LEAST_AT_REST:
+        return None
+    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4)).to(weights.dtype)
+    errors = {}
+    for name, way in {"": attend, ALIBI: _slanted, SOFTMAX1: _with_a_logit}.items():
+        rest = predictions(weights, prompts, attend=way) - prompts.y_query
+        errors[name] = rest.double().square().mean(1)
+    plain = errors.pop("")
+    better = {n: e for n, e in errors.items() if below(e, plain, BETTER[n])}
+    left = {name: float(error.mean() / plain.mean()) for name, error in better.items()}
+    return min(left.items(), key=lambda each: each[1]) if left else None
+
+
+def _slanted(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Averages of the values under ALiBi."""
+    n_heads, n_pos = q.shape[2], k.shape[1]
+    slopes = 2.0 ** (-8 * torch.arange(1, n_heads + 1, device=q.device) / n_heads)
+    at = torch.arange(n_pos, device=q.device)
+    away = (at[rows, None] - at).abs()
+    scores = scores_of(q, k, model, rows) - slopes[:, None, None].to(q) * away
+    return einsum(attention_pattern(scores), v, AVERAGE)
+
+
+def _with_a_logit(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Averages of the values under softmax1."""
+    share = scores_of(q, k, model, rows).logsumexp(-1).sigmoid()
+    return attend(q, k, v, model, rows) * share.mT[..., None]
+
+
+def left_by_factors(case: Case) -> float:
+    """Fraction of a case's loss that remains after a fit of one factor per tensor, on other prompts.
+
+    Training has optimised these factors, so about 1 remains for a trained model. A wrong reading
+    or task leaves less. The fit is linear in the factors. Each half of the prompts is used once
+    for the fit and once for the loss.
+    """
+    weights, task = case.weights(), case.task
+    named = weights.by_name
+    scaled = [n for n, t in named.items() if t.any() and (t.ndim > 1 or n.endswith(".w"))]
+    count = n_prompts_for([case] * (4 * len(scaled) + 4), AGAIN)
+    if count < LEAST_AT_REST:
+        return 1.0
+    prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4))
+
+    def predicted(changed: dict[str, Tensor]) -> Tensor:
+        other = Weights.of_names(weights.model, task.d_x, task.d_y, {**named, **changed})
+        return predictor_of(other).predict(prompts.to(weights.dtype)).double().flatten()
+
+    base = predicted({})
+    error = prompts.y_query.double().flatten() - base
+    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
+    design, half = torch.stack(slopes, 1), len(error) // 2
+    if not torch.isfinite(design).all():
+        return 1.0
+    left = []
+    for fit, held in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        A = design[fit]
+        inverse = torch.linalg.pinv(A.T @ A, rtol=1e-3, hermitian=True)
+        rest = error[held] - design[held] @ (inverse @ (A.T @ error[fit]))
+        left.append(float(rest.square().sum() / error[held].square().sum().clamp(min=1e-300)))
+    return sum(left) / 2
