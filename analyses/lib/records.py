@@ -283,6 +283,8 @@ def written_by(file: str) -> str:
         "softmax_emergence_seeds": "softmax_emergence",
         "sparse_settings_training": "sparse_settings",
         "sparse_start_expected": "sparse_start",
+        "calibration_fresh_models": "calibration_fresh_errors",
+        "calibration_second_models": "calibration_second_errors",
         "calibration_labels": "calibration_errors",
         "calibration_models": "calibration_errors",
         "calibration_thresholds": "calibration_errors",
