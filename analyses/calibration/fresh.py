@@ -351,7 +351,7 @@ def main() -> None:
     for name, table in (("models", frame), ("errors", errors(frame))):
         file = arguments.out / f"calibration_{which}_{name}.csv"
         table.to_csv(file, index=False, float_format="%.6g")
-    save(arguments.out, f"calibration_{which}_errors", [], provenance(errors(frame), [], None))
+    save(arguments.out, "calibration_fresh", [], provenance(errors(frame), [], None))
     print(errors(frame).to_string())
     print(frame[frame.verdict.isin(["wrong", "missed"])].to_string())
 
