@@ -191,7 +191,9 @@ def test_a_model_of_each_rule_gets_its_stored_label_again(family: str, label: st
     (case,) = algorithm_models.cases([0], [family])
     row = MODELS[(MODELS.family == family) & (MODELS.seed == 0)].iloc[0]
     found = name_algorithm(case.source, task=case.task, seed=case.seed)
-    assert (found.label, found.why) == (label, why) == (row.label, why), found.reason
+    assert found.label == label == row.label, found.reason
+    # Rules on read-outs and on noise came later, and are asked before rivals and rests.
+    assert found.why == why or (why in ("rival", "rest") and found.why in ("factor", "noise"))
 
 
 def test_exact_descent_with_summed_scores_is_right_and_softmax_pairs_are_no_gd_plus_plus():
