@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -175,8 +175,8 @@ class Classification(Evidence, Classified):
         }
 
     def figures(self) -> dict[str, go.Figure]:
-        """Heads in the plane of omega and mu."""
-        return {"heads": self.plot()}
+        """The evidence."""
+        return {"evidence": self.plot()}
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -197,22 +197,29 @@ class Classification(Evidence, Classified):
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
         limits = {each.name: each.bound for each in self.checks}
-        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
-        numbers = {name: known[name] for name in TEXTS["numbers"] if known.get(name) is not None}
         rows = [
             {
-                "evidence": name if np.ndim(values) == 0 else f"{name}_{n}",
+                "evidence": column,
                 "value": value,
-                "sem": known.get(f"{name}_sem", np.nan),
+                "sem": sem,
                 "limit": limits.get(name, ""),
                 "random_weights": self._band(name, value) or "",
                 "p_value": self.p_values.get(name, np.nan),
                 "how": TEXTS["numbers"][name],
             }
-            for name, values in numbers.items()
-            for n, value in enumerate(np.ravel(values).tolist())
+            for name, column, value, sem in self._numbers()
         ]
         return pd.DataFrame(rows)
+
+    def _numbers(self) -> Iterator[tuple[str, str, float, float]]:
+        """Name, name of the entry, value and standard error of each number behind the pattern."""
+        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
+        for name in TEXTS["numbers"]:
+            values = known.get(name)
+            if values is not None:
+                sem = known.get(f"{name}_sem", np.nan)
+                for n, value in enumerate(np.ravel(values).tolist()):
+                    yield name, name if np.ndim(values) == 0 else f"{name}_{n}", value, sem
 
     def cards(self) -> list[Card]:
         """One card per head: its numbers of which heads with random weights have a range."""
@@ -249,16 +256,20 @@ class Classification(Evidence, Classified):
         return self.document(heads, self.evidence)
 
     def plot(self) -> go.Figure:
-        """Heads in the plane of omega and mu."""
-        points = np.column_stack([self.omega_form, self.circuits.mu[0].mean(1)])[..., None]
-        heads = enumerate(zip(self.labels, points, strict=True))
-        return figures.runs(
-            {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},
-            title=f"Heads: {self.label}",
-            x_title="omega (1/x²)",
-            y_title="mu",
-            markers=True,
-        )
+        """Numbers behind the label, beside their limits and their ranges under random weights."""
+        limits = {each.name: each.limit for each in self.checks}
+        numbers, ranges, bounds = {}, {}, {}
+        for name, column, value, sem in self._numbers():
+            band = self._band(name, value)
+            if band is None and name not in limits:
+                continue
+            numbers[column] = (value, sem)
+            if band is not None:
+                ranges[column] = (band.low, band.high)
+            if name in limits:
+                bounds[column] = limits[name]
+        title, random = f"Evidence: {self.label}", "random weights, 5% to 95%"
+        return figures.beside_ranges(numbers, ranges, bounds, title=title, range_name=random)
 
 
 def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
