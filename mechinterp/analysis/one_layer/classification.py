@@ -25,7 +25,7 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
-from mechinterp.analysis.result import Band, Card, Table
+from mechinterp.analysis.result import HEADS, Band, Card, Table, docstrings
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
@@ -47,6 +47,18 @@ class Classification(Evidence, Classified):
     heads_title: ClassVar = f"""Heads: share = part of the output; a head multiplies x·x by omega and y by mu
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
+    COLUMNS: ClassVar = HEADS | {
+        "label": "Kind of head: signs of omega and mu, or why the head has none.",
+        **{name: docstrings(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        "evidence": "Name of the measured number.",
+        "value": "The number.",
+        "sem": "Standard error of the number over prompts.",
+        "limit": "Limit of the number for the label.",
+        "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
+        "p_value": "Fraction of models with random initial weights that reach the number.",
+        "how": "How the number is computed.",
+    }
+    """Meanings of the columns that are no field."""
     checks: tuple[Check, ...]
     """Numbers that decided the label, with their limits; the first broken limit makes a model `undetermined`."""
     labels: tuple[str, ...]
