@@ -40,7 +40,6 @@ from mechinterp.config import TaskConfig as TaskConfig
 from mechinterp.config import TrainConfig as TrainConfig
 from mechinterp.config import override as override
 from mechinterp.icl.prompts import Prompts as Prompts
-from mechinterp.models.hooked.masks import mask_heads as mask_heads
 from mechinterp.models.hooked.runner import masked as masked
 from mechinterp.models.hooked.transformer import ICLTransformer as ICLTransformer
 from mechinterp.models.run.evaluation import sample_prompts as sample_prompts

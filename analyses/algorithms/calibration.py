@@ -1,6 +1,7 @@
 """Error rates of the labels of models of several layers, on models whose right label is known.
 
     python -m analyses.algorithms.calibration --seeds 3  (confirming half; about ten minutes on one core)
+    python -m analyses.algorithms.calibration --seeds 30 --after  (families after the rules; about an hour)
     python -m analyses.algorithms.calibration --seeds 32 --family "weights: summed scores, exact"
 
 The models and functions are those of analyses/algorithms/models.py. On the families of the tuning half, one seed each,
@@ -20,7 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from analyses.algorithms.models import CONFIRMED_ONLY, LATER, NONE, Case, cases
+from analyses.algorithms.models import AFTER, CONFIRMED_ONLY, FAMILIES, LATER, NONE, Case, cases
 from analyses.lib.measured import parsed, parser_of
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, decide, name_algorithm
 
@@ -34,7 +35,12 @@ MOVED = {
     "rest_of_function": (0.25, 0.75),
 }
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}
-PARTS = {"later": "later families", "confirming": "confirming half", "tuning": "tuning half"}
+PARTS = {
+    "after": "families after the rules",
+    "later": "later families",
+    "confirming": "confirming half",
+    "tuning": "tuning half",
+}
 ALIKE = ("gd_plus_plus", "newton")
 
 
@@ -70,6 +76,8 @@ def moved_limits(moved: pd.DataFrame) -> pd.DataFrame:
 
 def half_of(family: str) -> str:
     """Part of the calibration that a family belongs to."""
+    if family in AFTER:
+        return "after"
     if family in LATER:
         return "later"
     return "confirming" if family in CONFIRMED_ONLY else "tuning"
@@ -154,6 +162,21 @@ def rates_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def named_table(results: Path) -> str:
+    """Table of wrong names among the named models of the families after the rules, by label."""
+    models = pd.read_csv(results / f"{NAME}_models.csv")
+    models = models[(models.half == "after") & ~models.label.isin(["undetermined", "unstructured"])]
+    lines = ["| label | named | wrong | 95% interval |", "|---|---|---|---|"]
+    for label, group in [*models.groupby("label"), ("all", models)]:
+        wrong = int((group.verdict == "wrong").sum())
+        interval = binomtest(wrong, len(group)).proportion_ci(method="exact")
+        name = label if label == "all" else f"`{label}`"
+        lines.append(
+            f"| {name} | {len(group)} | {wrong} | {interval.low:.1%} to {interval.high:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def limits_table(results: Path) -> str:
     """Table of moved limits on docs/results/algorithms.md."""
     table = pd.read_csv(results / f"{NAME}_limits.csv")
@@ -175,19 +198,18 @@ def main() -> None:
         "--seeds", type=int, default=1, help="number of confirming models per family"
     )
     parser.add_argument("--family", help="only this family")
+    parser.add_argument("--after", action="store_true", help="only families after the rules")
     parser.add_argument("--minutes", type=float, default=1e6, help="time limit")
     arguments = parsed(parser)
     names = ("models", "moved", "rates", "limits")
     files = {name: arguments.out / f"{NAME}_{name}.csv" for name in names}
     files["models"].parent.mkdir(parents=True, exist_ok=True)
     until = monotonic() + 60 * arguments.minutes
-    chosen = cases(range(CONFIRMED, CONFIRMED + arguments.seeds))
-    every = (*CONFIRMED_ONLY, *LATER)
+    every = AFTER if arguments.after else (*CONFIRMED_ONLY, *LATER)
     wanted = every if arguments.family is None else (arguments.family,)
-    ask([each for each in chosen if each.family in wanted], files, until)
-    if arguments.family is None:
-        tuning = [case for case in cases([TUNED]) if half_of(case.family) == "tuning"]
-        ask(tuning, files, until)
+    ask(cases(range(CONFIRMED, CONFIRMED + arguments.seeds), wanted), files, until)
+    if arguments.family is None and not arguments.after:
+        ask(cases([TUNED], [each for each in FAMILIES if half_of(each) == "tuning"]), files, until)
         limits = moved_limits(pd.read_csv(files["moved"]))
         limits.to_csv(files["limits"], index=False, float_format="%.6g")
     models = pd.read_csv(files["models"])

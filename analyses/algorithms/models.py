@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analyses.algorithms.after_families import AFTER_GUISES, AFTER_MISSES
 from analyses.algorithms.families import Family, Random, Tasks, correlated, dense, pooled, sparse
 from analyses.algorithms.later_families import LATER_GUISES, LATER_MISSES
 from analyses.algorithms.learners import ALG1, GD, GDPP, ISTA, NEWTON, PRE, RIDGE, law_of, natural
@@ -287,24 +288,27 @@ FAMILIES: dict[str, tuple[str, str, Build]] = {
     "GD, then Algorithm 1": (NONE, "none", mixed_steps(GD, ALG1, sparse, in_turn=True)),
     **{
         name: (NONE, "none", near_miss(family))
-        for name, family in {**NEAR, **NEW_MISSES, **LATER_MISSES}.items()
+        for name, family in {**NEAR, **NEW_MISSES, **LATER_MISSES, **AFTER_MISSES}.items()
     },
     **{
         name: (truth, demand, near_miss(build))
-        for name, (truth, demand, build) in {**NEW_GUISES, **LATER_GUISES}.items()
+        for name, (truth, demand, build) in {**NEW_GUISES, **LATER_GUISES, **AFTER_GUISES}.items()
     },
 }
 CONFIRMED_ONLY = (*NEW_MISSES, *NEW_GUISES)
 """Families that were not used to set a rule or a limit."""
 LATER = (*LATER_MISSES, *LATER_GUISES)
-"""Families written after the rules of `naming.py`."""
+"""Families written after the rules of `naming.py` as they first were."""
+AFTER = (*AFTER_MISSES, *AFTER_GUISES)
+"""Families written after the rules on read-outs, on other noise and on fits from one step; only these count in sentences."""
 
 
-def cases(seeds: Sequence[int]) -> list[Case]:
-    """One model of every family for each seed, seed by seed."""
+def cases(seeds: Sequence[int], families: Sequence[str] | None = None) -> list[Case]:
+    """One model of every family, or of those given, for each seed, seed by seed."""
     found = []
     for seed in seeds:
-        for family, (truth, demand, build) in FAMILIES.items():
+        for family in FAMILIES if families is None else families:
+            truth, demand, build = FAMILIES[family]
             random = np.random.default_rng([crc32(family.encode()), seed])
             source, task, size = build(random)
             found.append(Case(family, seed, truth, demand, source, task, size))

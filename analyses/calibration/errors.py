@@ -33,7 +33,8 @@ def verdict(case: Case, label: str) -> str:
     """Verdict on a label: right, wrong, missed (it should have been found) or undetermined."""
     if label in ("undetermined", "unstructured"):
         return "missed" if case.demand == "must" else "undetermined"
-    return "right" if label == case.truth and case.demand != "none" else "wrong"
+    right = label in case.truth.split("|") and case.demand != "none"
+    return "right" if right else "wrong"
 
 
 def labels_of(cases: Iterable[Case], thresholds: Thresholds) -> list[str]:

@@ -1,6 +1,6 @@
 """One-layer attention models trained by plain PyTorch, for the calibration of labels.
 
-    OMP_NUM_THREADS=1 python -m analyses.calibration.plain_training  (twenty minutes on one core)
+    OMP_NUM_THREADS=1 python -m analyses.calibration.plain_training  (a quarter of an hour on one core)
 
 Nothing of the package trains or runs them: prompts, attention, loss and Adam are written out here. The replicas of a
 setting differ in their initial weights (PyTorch's default, uniform up to 1 / sqrt(d_model)) and see the same prompts.
@@ -92,11 +92,6 @@ SETTINGS = (
     Setting("linear", 4, 20, 2),
     Setting("linear", 8, 200, 1),
     Setting("linear", 12, 50, 4),
-    Setting("linear", 24, 100, 2),
-    Setting("linear", 6, 60, 2, spread=30),
-    Setting("linear", 8, 40, 3, spread=10, noise=0.5),
-    Setting("linear", 4, 30, 2, d_y=2),
-    Setting("linear", 3, 10, 4),
 )
 
 

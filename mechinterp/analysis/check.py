@@ -23,7 +23,7 @@ from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, counted
 from mechinterp.icl.predictors import ridge
-from mechinterp.icl.prompts import Prompts
+from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum
 from mechinterp.models.hooked.module import ModuleHooks
@@ -185,18 +185,27 @@ def _settings(
 
 
 def _of_file(model: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    """Settings of the architecture as the file is read, and for a checkpoint of this package those of its config."""
     config = model.config.model
-    assumed = {name.removeprefix("model."): v for name, v in model.assumed.items()}
-    for name, value in assumed.items():
-        if f"model.{name}" in model.assumed and value not in (None, (), []):
-            yield name, str(value), "assumed"
-    if "attn_scale" in assumed:
-        yield "scale", f"{1 / float(str(assumed['attn_scale'])):.4g}", "assumed"
-    shown = {"score": config.score, "norm": config.norm, "d_mlp": config.d_mlp}
-    for name, value in shown.items():
-        if name not in assumed and value is not None:
-            yield name, str(value), "known"
-    yield "parameters", f"{sum(t.numel() for t in model.weights.tensors.values()):,}", "known"
+    named: dict[str, tuple[str, str]] = {}
+    for how in HOW:
+        for name, value in getattr(model, how).items():
+            if name.startswith("model.") and value not in (None, (), []):
+                named[name.removeprefix("model.")] = (_short(value), how)
+    if "attn_scale" in model.assumed:
+        named["scale"] = (f"{1 / float(str(model.assumed['attn_scale'])):.4g}", "assumed")
+    if "predictions" in model.proven:
+        named["predictions"] = (str(model.proven["predictions"]), "proven")
+    for name, value in {"score": config.score, "norm": config.norm, "d_mlp": config.d_mlp}.items():
+        if value is not None:
+            named.setdefault(name, (str(value), "known"))
+    size = sum(tensor.numel() for tensor in model.weights.tensors.values())
+    named["parameters"] = (f"{size:,}", "known")
+    yield from ((name, *said) for name, said in named.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _of_module(model: HookedModule) -> Iterator[tuple[str, str, str]]:
@@ -239,7 +248,7 @@ def _lacks(
 def _require_stream(module: HookedModule, *, edges: bool) -> None:
     """Refuse a module without a stream that can be read, or without edges in it."""
     hooked = module.hooked
-    prompts, _ = prompts_and_law(module, analysis="check", n_prompts=2)
+    prompts = draw_prompts(module.task, 2, dtype=module.model.cfg.dtype)
     query_positions(hooked, prompts)
     if edges and isinstance(hooked.model, ModuleHooks):
         _, receivers = graph_of(hooked, "heads")

@@ -126,6 +126,8 @@ def calibration_text(label: Label) -> str:
         >>> calibration_text(ALGORITHMS["newton"])
         ''
     """
+    if not label.named:
+        return ""
     limit = upper_limit(label.wrong, label.named)
     if not label.wrong and limit > HIGH:
         return ""

@@ -1,5 +1,7 @@
-"""Texts of answers, from texts.toml: labels, learners, numbers, columns and the glossary of the page."""
+"""Texts of answers, from texts.toml: labels, learners, numbers, columns and the glossary of the page; and the counts of
+labels in the calibrations, from calibration.csv, which `python -m analyses.calibration.counts` writes."""
 
+import csv
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ class Label:
     wrong: int
     """Number of calibration models that got this label although it is wrong (default limits)."""
     named: int
-    """Number of calibration models that got this label."""
+    """Number of calibration models that got this label; all were made after the rules."""
     name: str = ""
     """Name of the algorithm in lists of algorithms."""
     numbers: Sequence[str] = ()
@@ -33,9 +35,22 @@ class Label:
 TEXTS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("texts.toml").read_text(encoding="utf-8")
 )
-PATTERNS = {name: Label(**row) for name, row in TEXTS["patterns"].items()}
+with Path(__file__).with_name("calibration.csv").open(encoding="utf-8") as file:
+    COUNTS = {row["label"]: (int(row["wrong"]), int(row["named"])) for row in csv.DictReader(file)}
+
+
+def _labels(kind: str) -> dict[str, Label]:
+    """Texts and counts of all labels of a kind; a label without counts is an error."""
+    rows = {}
+    for name, row in TEXTS[kind].items():
+        wrong, named = COUNTS[name]
+        rows[name] = Label(**row, wrong=wrong, named=named)
+    return rows
+
+
+PATTERNS = _labels("patterns")
 """Labels of one layer of attention."""
-ALGORITHMS = {name: Label(**row) for name, row in TEXTS["algorithms"].items()}
+ALGORITHMS = _labels("algorithms")
 """Labels of several layers."""
 NO_LABEL: dict[str, str] = TEXTS["no_label"]
 LEARNERS: dict[str, str] = TEXTS["learners"]

@@ -280,11 +280,16 @@ class Checkpoint(Run):
         if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             assumed = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
-            origin = f"format {self.format}"
-            origin += (
-                f"; assumed, as the file does not state it: {', '.join(assumed)}" if assumed else ""
-            )
-            origin += f"; {self.doubt}" if self.doubt else ""
+            grounds = {"stated": self.stated, "proven": self.proven, "known": self.known}
+            settled = [
+                f"{ground}: {', '.join(n.removeprefix('model.') for n in settings if n[:6] == 'model.')}"
+                for ground, settings in grounds.items()
+                if any(name.startswith("model.") for name in settings)
+            ]
+            # What may be wrong comes first.
+            first = [f"assumed: {', '.join(assumed)}"] if assumed else []
+            doubt = [self.doubt] if self.doubt else []
+            origin = "; ".join([*first, *doubt, *settled, f"format {self.format}"])
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
 
     @cached_property

@@ -4,46 +4,27 @@ The module's state dict is read like a file. Names and shapes leave choices open
 reading is taken only if it gives the module's predictions, whole and with each head masked.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import product
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.candidates import (
-    ROTARY_BASE,
-    Case,
-    Choices,
-    Source,
-    case_of,
-    choices_of,
-    near_values,
-)
-from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, recognised
-from mechinterp.checkpoints.foreign.options import ORIENTATIONS, Hints
-from mechinterp.checkpoints.foreign.tensors import Parts, parts_of
-from mechinterp.checkpoints.module_function import HALF, HALF_LIMIT, deviation
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.read import read_proven
+from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
+from mechinterp.checkpoints.module_function import HALF
 from mechinterp.checkpoints.module_state import state_of
 from mechinterp.checkpoints.plain_modules import HookedModule
-from mechinterp.icl.prompts import Prompts, draw_prompts
-from mechinterp.models.run.predictor import Predictor, WeightsPredictor, predictor_of
+from mechinterp.icl.prompts import draw_prompts
+from mechinterp.models.run.predictor import Predictor, WeightsPredictor
 from mechinterp.models.run.predictor import Source as Model
 from mechinterp.models.weights import HEADS, Weights
 
-PROVEN = 1e-3
-"""Largest difference between a proven reading and the module, in standard deviations of the prediction."""
-N_PROMPTS, N_FIRST = 32, 4
-"""Number of prompts of the proof, and of the first comparison of all readings."""
-MOST_READINGS = 1024
-"""Largest number of combinations of choices that are tried."""
-N_BEST, ROUNDS = 6, 3
-"""Number of readings that are refined, and how often."""
-Batch = list[tuple[Prompts, Float[Tensor, "batch d_y"]]]
-"""Prompts of one length or more, and what the module predicts for them."""
+N_PROMPTS = 32
+"""Number of prompts of the proof at each length."""
 
 
 def by_weights(model: Model) -> Model:
@@ -73,125 +54,54 @@ def proven_weights(module: HookedModule) -> Weights | None:
     """
     if module.hooked.is_hooked:
         return None
-    batch = _batch(module)
-    limit = HALF_LIMIT if module.model.cfg.dtype in HALF else PROVEN
-    # A constant is predicted by too many readings.
-    if batch[0][1].std(0).min() == 0:
-        return None
-    for case in _nearest(list(_cases(module)), _few(batch), limit):
-        if _deviation(case, batch) <= limit:
-            return _renumbered(module, case.weights(), batch, limit)
+    with suppress(ValueError):
+        recordings = _recordings(module)
+        checkpoint = read_proven(state_of(module), recordings, _hints(module))
+        if checkpoint.config.model.n_layers == module.hooked.n_layers:
+            weights = checkpoint.weights.to(module.model.cfg.device)
+            return _renumbered(module, weights, recordings[0])
     return None
 
 
-def _batch(module: HookedModule) -> Batch:
-    """Prompts of the module's own length and, if it runs on them, of half of it."""
-    task = module.task
-    prompts = draw_prompts(task, N_PROMPTS, seed=2, dtype=torch.float64).to(module.model.cfg.dtype)
-    batch = [(prompts, module.predict(prompts))]
-    shorter = prompts.prefix(task.context_length // 2) if task.context_length > 3 else None
-    with suppress(ValueError, RuntimeError, IndexError, AssertionError):
-        batch += [] if shorter is None else [(shorter, module.predict(shorter))]
-    return batch
+def _recordings(module: HookedModule) -> list[Recording]:
+    """Predictions of the module for prompts of its own length and, if it runs on them, of half of it."""
+    task, dtype = module.task, module.model.cfg.dtype
+    drawn = draw_prompts(task, N_PROMPTS, seed=2, dtype=torch.float64).to(dtype)
+    batches = (
+        [drawn, drawn.prefix(task.context_length // 2)] if task.context_length > 3 else [drawn]
+    )
+    recordings = []
+    for prompts in batches:
+        try:
+            arrays = (prompts.x, prompts.y, prompts.x_query, module.predict(prompts))
+        except (ValueError, RuntimeError, IndexError, AssertionError):
+            if not recordings:
+                raise
+            break  # a module that takes prompts of one length only
+        recordings.append(recording_of(*arrays, half=dtype in HALF))
+    return recordings
 
 
-def _few(batch: Batch) -> Batch:
-    return [(prompts[:N_FIRST], predicted[:N_FIRST]) for prompts, predicted in batch]
-
-
-def _predicted(case: Case, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
-    weights = case.weights()
-    # Sums of one layer in closed form lose digits in single precision.
-    weights = weights.to(torch.float64) if weights.model.one_attention else weights
-    return predictor_of(weights).predict(prompts.to(weights.dtype).to(weights.device))
-
-
-def _deviation(case: Case, batch: Batch) -> float:
-    """Largest difference between a reading and the module; infinite if the reading does not run."""
-    off = [float("inf")]
-    with suppress(ValueError):
-        off = [deviation(known, _predicted(case, prompts)) for prompts, known in batch]
-    return max(off)
-
-
-def _nearest(cases: list[Case], batch: Batch, limit: float) -> list[Case]:
-    """Readings that agree on a few prompts; if none does, refinements of the nearest are tried."""
-    seen: set[tuple] = set()
-    for _ in range(ROUNDS + 1):
-        cases = [each for each in cases if _key(each) not in seen]
-        seen |= {_key(each) for each in cases}
-        scored = [(_deviation(each, batch), number) for number, each in enumerate(cases)]
-        if near := [cases[number] for off, number in scored if off <= limit]:
-            return near
-        best = [cases[number] for off, number in sorted(scored)[:N_BEST] if off < np.inf]
-        cases = [more for each in best for more in _refined(each)]
-    return []
-
-
-def _key(case: Case) -> tuple:
-    return id(case.parts), tuple(sorted((n, repr(v)) for n, v in case.tried.items()))
-
-
-def _refined(case: Case) -> list[Case]:
-    near = near_values(case.tried, case.parts, case.source.closed)
-    changes = ({name: value} for name, values in near.items() for value in values)
-    return [*case.refined(), *case.changed(changes)]
-
-
-def _cases(module: HookedModule) -> Iterator[Case]:
-    """Readings of the module's state dict, with all combinations of choices that the module leaves open."""
-    task, tensors = module.task, state_of(module)
-    given = {name: value for name, value in asdict(task).items() if name in task.given}
+def _hints(module: HookedModule) -> Hints:
+    """Settings that the module and its hooks show: sizes, heads, the score and its scale, and how often layers run."""
+    task, heads = module.task, [block.attn for block in module.model.blocks]
+    stated = {name: value for name, value in asdict(task).items() if name in task.given}
+    runs = len(module.hooked.blocks) // len(set(module.hooked.blocks))
+    given: dict = {"model": {"passes": runs}} if runs > 1 else {}
+    if all(hasattr(each, "hook_attn_scores") for each in heads):
+        given["score"] = "softmax"
+        if not any(each.turned for each in heads):
+            given["scale"] = heads[0].factor
     sizes = {"d_x": task.d_x, "d_y": task.d_y}
-    hints = Hints(n_heads=module.hooked.n_heads, task=given | sizes, **sizes)
-    with suppress(ValueError):
-        form, layout, known = recognised(tensors, hints)
-        axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
-        for each in (form.fixed["orientation"],) if "orientation" in form.fixed else axes:
-            parts = parts_of(known, layout, str(each), hints, {}, form.wide_heads)
-            if form is LAYERED and parts.alone:
-                form = OWN_LAYERS if "out.weight" in parts.layers[0] else BARE
-            choices = dict(choices_of(parts, form, {}, hints)) | _shown(module, parts)
-            source = Source(form, choices, {}, hints, {})
-            if np.prod([len(values) for values in choices.values()]) > MOST_READINGS:
-                continue
-            for values in product(*choices.values()):
-                tried = {"orientation": each, **dict(zip(choices, values, strict=True))}
-                with suppress(ValueError):
-                    case = case_of(source, parts, tried)  # type: ignore[arg-type]
-                    if case.model.n_layers == module.hooked.n_layers:
-                        yield case
+    return Hints(n_heads=module.hooked.n_heads, task=stated | sizes, **sizes, **given)
 
 
-def _shown(module: HookedModule, parts: Parts) -> Choices:
-    """Choices that the hooks of the module show: the score and its scale, and how often layers run."""
-    heads = [block.attn for block in module.model.blocks]
-    shown: dict[str, tuple] = {}
-    if "read_in.weight" in parts.ends or not parts.alone:
-        shown["passes"] = (max(1, module.hooked.n_layers // len(parts.layers)),)
-    length, factor = module.task.context_length, heads[0].factor
-    scales = dict.fromkeys((None, 1.0, parts.width**-0.5, 1 / parts.d_head))
-    if all(each.mask for each in heads):
-        shown["score"] = ("linear/L", "linear")
-        scales |= dict.fromkeys((factor * length, factor * (length + 1), factor))
-    elif all(hasattr(each, "hook_attn_scores") for each in heads):
-        shown["score"] = ("softmax",)
-        if all(each.turned for each in heads):
-            shown |= {"positions": ("rotary",), "rotary_base": (ROTARY_BASE,)}
-            shown["rotary_adjacent_pairs"] = (False, True)
-        else:
-            scales = dict.fromkeys((factor,))
-    return shown | {"scale": tuple(scales)}
-
-
-def _renumbered(
-    module: HookedModule, weights: Weights, batch: Batch, limit: float
-) -> Weights | None:
+def _renumbered(module: HookedModule, weights: Weights, recording: Recording) -> Weights | None:
     """The weights with the module's numbers of heads; None if masked heads predict otherwise."""
     from scipy.optimize import linear_sum_assignment  # slow import
 
-    prompts, known = batch[0]
-    spread = known.double().std(0)
+    prompts, limit = recording.prompts.to(weights.dtype), recording.tolerance
+    spread = recording.spread[0]
     n_layers, n_heads = module.hooked.n_layers, module.hooked.n_heads
     masks = [[(layer, head)] for layer in range(n_layers) for head in range(n_heads)]
     one, other = (

@@ -26,6 +26,7 @@ from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.interrupts import uninterrupted
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
 
@@ -530,6 +531,8 @@ class Run(ABC, Generic[Form]):
 def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:
     """Train to the end, saving the state every SAVE_SECONDS; returns the seconds spent.
 
+    A first Ctrl-C waits for the next logged step, whose state is then saved; a second one ends the training at once.
+
     Args:
         file: State file, from which `restore` can resume the run.
         on_log: Called at every logged step.
@@ -539,11 +542,19 @@ def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None
     first_step, steps = run.step, run.config.train.steps
     start = saved = time.monotonic()
     while not run.finished:
-        loss = run.advance()
-        if on_log is not None:
-            rate = (run.step - first_step) / (time.monotonic() - start)
-            lost = tuple(name for name, step in run.diverged.items() if step == run.step)
-            on_log(Progress(run.step, steps, len(run.models), loss, rate, lost))
+        whole = False  # between steps, so that the state can be saved
+        try:
+            with uninterrupted(once=True):
+                loss = run.advance()
+                whole = True
+            if on_log is not None:
+                rate = (run.step - first_step) / (time.monotonic() - start)
+                lost = tuple(name for name, step in run.diverged.items() if step == run.step)
+                on_log(Progress(run.step, steps, len(run.models), loss, rate, lost))
+        except KeyboardInterrupt:
+            if whole:
+                run.save(file)
+            raise
         if run.finished or time.monotonic() - saved > SAVE_SECONDS:
             run.save(file)
             saved = time.monotonic()

@@ -87,6 +87,12 @@ def test_a_model_that_predicts_nothing_is_doubted():
     assert not check(load(SHIPPED), n_prompts=64).doubt
 
 
+def test_a_stack_with_a_stream_runs_probes_and_edges():
+    runs = check(hooked("grouped"), n_prompts=32).to_frame().set_index("analysis")["runs"]
+    assert runs[["probe", "p-probe", "patch-activations", "attribute-edges"]].all()
+    assert not runs[["circuit-faithfulness", "compare-priors", "history"]].any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*MODULES, "file"])
 def test_analyses_run_or_refuse_as_it_says(kind):

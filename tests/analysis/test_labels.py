@@ -574,6 +574,19 @@ def test_linear_attention_that_ascends_is_no_descent():
     assert left_out.label == "linear_gd"
 
 
+def test_noise_makes_no_weights_of_coordinates():
+    """Noise on all entries spreads the diagonal, too; weights that stand out of it are weights."""
+    noise = 0.004 * drawn(2, 6, 6, seed=3)
+    for rows, pattern in (([0.15] * 6, "debiased_gd"), ([0.13] * 3 + [0.17] * 3, WEIGHTED)):
+        plain = opposite(rows, [3.0, 3.0])
+        QK = plain.QK.clone()
+        QK[:, :6, :6] += noise
+        found = classify(from_circuits(QK, plain.OV), task=FREE)
+        assert found.scales.theta_spread > 0.05
+        assert found.label == pattern, found.reason
+        assert classify(plain, task=FREE).label == pattern
+
+
 def test_responses_whose_step_ascends_are_no_descent():
     rows = [0.15] * 5 + [-0.02]
     found = classify(opposite(rows, [2.0, 1.8]), task=replace(FREE, supports=(FULL, FULL)))

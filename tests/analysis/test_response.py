@@ -437,8 +437,6 @@ def test_results_are_copies_and_have_columns() -> None:
 
 
 LIGHT = TaskConfig(d_x=3, context_length=20, noise_var=0.1, beta_var=1 / 3)
-"""Prompts without very weak directions. With 8 pairs in place of 20 and a penalty of 0.5 the spread of the weights by age was
-1.41 times the stated error over 100 seeds: weak directions give heavy tails."""
 
 
 def ridge_and_more(prompts: Prompts) -> Tensor:
@@ -452,7 +450,11 @@ COVERED = {"ridge with a further term": ridge_and_more, "delta rule": delta_rule
 @pytest.mark.parametrize("name", COVERED)
 def test_stated_errors_are_the_spread_over_seeds(name: str) -> None:
     """Spread over 100 seeds divided by the stated error, in the mean over the entries of a frame."""
-    found = [response(COVERED[name], task=LIGHT, n_prompts=512, seed=seed) for seed in range(100)]
+    # Errors are those for given coordinates: the choice of coordinates adds to the spread.
+    found = [
+        response(COVERED[name], task=LIGHT, n_prompts=512, seed=seed, coordinates=None)
+        for seed in range(100)
+    ]
     columns = {"position": "weight", "order": "size", "left": "left", "forms": "left"}
     for frame, column in columns.items():
         values = np.stack([getattr(each, frame)[column] for each in found])

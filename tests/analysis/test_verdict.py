@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from analyses.algorithms import task_doubt as doubts
+from analyses.calibration.counts import counts
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Z95,
@@ -17,18 +18,19 @@ from mechinterp.analysis.classified import (
     upper_limit,
 )
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
-from mechinterp.analysis.labels import PATTERNS, Label
+from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
 from mechinterp.analysis.multi_layer.naming import LARGER
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
+from mechinterp.analysis.one_layer.label_rules import Check
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, refused
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
@@ -95,6 +97,7 @@ def test_a_handful_of_models_without_an_error_is_no_evidence():
         assert (p - wrong / named) ** 2 == pytest.approx(Z95**2 * p * (1 - p) / named, rel=1e-12)
     assert upper_limit(0, 293) == pytest.approx(Z95**2 / (293 + Z95**2))
     assert calibration_text(Label("", "", 0, 34)) == ""
+    assert calibration_text(Label("", "", 0, 0)) == ""
     assert "0 of 35 calibration models" in calibration_text(Label("", "", 0, 35))
     assert "3 of 24" in (text := calibration_text(Label("", "", 3, 24)))
     assert "95% upper bound 31.0%" in text
@@ -155,24 +158,24 @@ def test_shipped_models_are_told_with_their_numbers(name: str, parts: list[str])
     assert all(part in said for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("file", "labels"),
-    [
-        ("calibration_models.csv", PATTERNS),
-        ("algorithms/algorithm_calibration_models.csv", LAYERED),
-    ],
-)
-def test_calibration_is_what_the_analyses_counted(file: str, labels: dict[str, Label]):
-    models = pd.read_csv(RESULTS / file)
-    models = models[models["label"].isin(labels)]
-    counts = models["verdict"].eq("wrong").groupby(models["label"]).agg(["sum", "size"])
-    assert {k: (int(v["sum"]), int(v["size"])) for k, v in counts.iterrows()} == {
-        name: (each.wrong, each.named) for name, each in labels.items()
-    }
+def test_calibration_is_what_the_analyses_counted():
+    """Sentences count models made after the rules, read from the results."""
+    counted = counts(RESULTS).set_index("label")
+    for name, label in {**PATTERNS, **LAYERED}.items():
+        assert (label.wrong, label.named) == (counted.wrong[name], counted.named[name])
+    one = pd.read_csv(RESULTS / "calibration_second_models.csv")
+    named = one[~one.label.isin(NO_LABEL)]
+    assert sum(label.named for label in PATTERNS.values()) == len(named)
+    assert sum(label.wrong for label in PATTERNS.values()) == (named.verdict == "wrong").sum()
     assert set(LAYERED) == {algorithm.label for algorithm in ALGORITHMS} - {None}
     for algorithm in ALGORITHMS:
         if algorithm.label:
             assert len(LAYERED[algorithm.label].numbers) == len(algorithm.scalars)
+
+
+def test_a_number_without_a_text_is_refused():
+    with refused("texts.toml", "sharpness"):
+        Check("sharpness", 0.5, 1.0)
 
 
 def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():

@@ -17,8 +17,9 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
+from mechinterp.checkpoints.foreign.recorded import EXACT
 from mechinterp.checkpoints.module_function import deviation
-from mechinterp.checkpoints.module_weights import PROVEN, _batch, _renumbered, proven_weights
+from mechinterp.checkpoints.module_weights import _recordings, _renumbered, proven_weights
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints.strange_modules import Grouped, Rotary, Stack, random
 from tests.checkpoints.test_wrapped_modules import Int8, Lora, Pairs, wrapped
@@ -134,7 +135,7 @@ def test_proven_weights_predict_like_the_module_whole_and_with_heads_masked(kind
         masks = [[], *([head] for head in predictor_of(hooked).heads)]
         ours, theirs = (predictor_of(each).run(prompts, masks) for each in (weights, hooked))
         for one, other in zip(theirs, ours, strict=True):
-            assert deviation(theirs[0], theirs[0] + one - other) <= PROVEN
+            assert deviation(theirs[0], theirs[0] + one - other) <= EXACT
 
 
 @pytest.mark.parametrize("make", [Pairs, lambda: Own(4, bent=True), lambda: Stack(Rotary())])
@@ -149,14 +150,14 @@ def test_heads_get_the_numbers_of_the_module_and_must_be_masked_alike():
     # Heads of equal QK can share what they write in any parts: the whole prediction does not show them.
     parts = [0.2, 0.3, 0.5]
     hooked = hook_module(with_circuits(Own(4, 3), [1.0] * 3, parts), task=TASK)
-    own, batch = proven_weights(hooked), _batch(hooked)
+    own, recorded = proven_weights(hooked), _recordings(hooked)[0]
     np.testing.assert_allclose(circuits(own).mu[0, :, 0], parts, rtol=1e-6)
     turned = own.with_tensors({"attn.W_O": own.W_O[:, [2, 0, 1]]})
-    again = _renumbered(hooked, turned, batch, PROVEN)
+    again = _renumbered(hooked, turned, recorded)
     np.testing.assert_allclose(circuits(again).mu[0, :, 0], parts, rtol=1e-6)
     other = own.W_O.clone()
     other[0, :2] = other[0, :2].mean(0)
-    assert _renumbered(hooked, own.with_tensors({"attn.W_O": other}), batch, PROVEN) is None
+    assert _renumbered(hooked, own.with_tensors({"attn.W_O": other}), recorded) is None
 
 
 def test_hooks_of_the_user_are_not_bypassed():

@@ -204,6 +204,12 @@ def test_what_is_known_stated_and_assumed_is_said(tmp_path: Path):
     checkpoint = load(saved(tmp_path, STATE), n_heads=2, score="softmax", scale=0.5)
     assert checkpoint.stated == {"model.score": "softmax", "model.scale": 0.5}
     assert {"model.columns", "model.sign"} <= checkpoint.assumed.keys()
+    words = checkpoint.in_words
+    places = [
+        words.index(ground)
+        for ground in ("; assumed: ", "stated: score, scale", "known: ", "format ")
+    ]
+    assert places == sorted(places)  # what may be wrong comes first
     for one, other in (("known", "assumed"), ("stated", "assumed"), ("known", "stated")):
         assert not getattr(checkpoint, one).keys() & getattr(checkpoint, other).keys()
 

@@ -410,6 +410,37 @@ def test_layers_run_once_whatever_predicts_better(tmp_path: Path, n_layers: int)
 
 
 @pytest.mark.slow
+def test_a_wrong_scale_is_named_with_the_value_to_type(tmp_path: Path):
+    """Code with scores q.k * 2 / sqrt(d_head) keeps queries half as large."""
+    rows = matrices(heads_of("softmax-h2-s0"))
+    rows["q"] = rows["q"] / 2
+    state = {f"attn.{n}_proj.weight": tensor for n, tensor in rows.items()}
+    hints = {"n_heads": 2, "score": "softmax", "columns": "x,y", "attend_to_self": False}
+    file, right = saved(tmp_path, state), 2 * 6**-0.5
+    checkpoint = load(file, **hints, sign="plus", model={"positions": "none"})
+    assert "scale of the scores" in checkpoint.doubt
+    named = float(checkpoint.doubt.partition("--scale ")[2].split()[0])
+    assert named == pytest.approx(right, rel=0.1)
+    assert "--task" not in checkpoint.doubt
+    assert "--scale" in classify(checkpoint, **FEW).task_doubt
+    told = load(file, **hints, sign="plus", model={"positions": "none"}, scale=right)
+    assert told.doubt == ""
+    wide = {n: t * 6**0.25 if n.startswith(("attn.q", "attn.k")) else t for n, t in state.items()}
+    wide["attn.q_proj.weight"] = 2 * wide["attn.q_proj.weight"]
+    read = loaded(tmp_path, wide, **hints, sign="plus", model={"positions": "none"})
+    assert read.assumed["attn_scale"] == pytest.approx(6)  # scores q.k / d_head are tried
+
+
+def test_the_error_of_a_reading_s_loss_is_that_of_a_ratio():
+    """Loss over that of 0: the delta method by hand, for four prompts."""
+    error, zero = torch.tensor([0.5, 1.0, 0.0, 0.5]), torch.tensor([1.0, 2.0, 0.5, 0.5])
+    (reading,) = ranked([({}, lambda: STEP)], [(error, zero)])
+    assert reading.loss == pytest.approx(0.5)
+    # error - loss * zero is 0, 0, -.25, .25: the standard deviation is sqrt(.125 / 3), and four prompts halve it.
+    assert reading.loss_sem == pytest.approx((0.125 / 3) ** 0.5 / 2)
+
+
+@pytest.mark.slow
 def test_axes_of_bare_matrices_of_layers_are_tried(tmp_path: Path):
     model = gradient_descent_model([0.6, 0.5], d_x=3)
     # A basis of the head's own, so that turned matrices are another model.

@@ -29,7 +29,7 @@ from tests.deep_models import descent_checkpoint
 from tests.test_doors import SHORTENED, as_for_users, case_builder
 
 OPTIONS = {"n_prompts": 96, "seed": 1, "context_length": 30}
-FEW = {"attribute-edges": 4, "circuit-faithfulness": 4}
+FEW = {"attribute-edges": 8, "circuit-faithfulness": 8}
 """Number of prompts of analyses that take long; 64 for the others."""
 OWN = {
     **{
@@ -114,7 +114,7 @@ def test_it_is_told_in_three_forms_and_an_option_changes_the_answer_or_is_refuse
         usual = {"n_prompts": FEW.get(name, 64), "seed": 0, "settings": settings}
         first = require_forms(name, checkpoint, run_analysis(name, checkpoint, **usual))
         others = OPTIONS | ({"context_length": 6} if kind == "descent" else {})
-        others |= {"n_prompts": 6} if name in FEW else {}
+        others |= {"n_prompts": 10} if name in FEW else {}
         for option, value in others.items():
             answer = run_analysis(name, checkpoint, **usual | {option: value})
             assert dumps(to_json(name, checkpoint, answer)) != first, option

@@ -1,5 +1,6 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.training import run
 from mechinterp.training.one_layer.step import Pack, initial_weights
-from mechinterp.training.run import Progress, train_run
+from mechinterp.training.run import Progress, read_state, train_run
 from tests.benchmarks import plain
 from tests.conftest import assert_same, refused
 
@@ -160,8 +161,8 @@ def test_train_run_reports_and_can_be_resumed_after_an_interruption(
     assert seen[0].seconds_left == pytest.approx(15 / seen[0].steps_per_second)
 
     resumed = Pack.restore(file)
-    assert resumed.step == 10
-    assert seen[0].loss == pytest.approx(resumed.rows["loss"][-1].mean().item())
+    assert resumed.step == 20
+    assert seen[1].loss == pytest.approx(resumed.rows["loss"][-1].mean().item())
     assert train_run(resumed, file) > 0
     assert torch.equal(Pack.restore(file).flat, finished(Pack(MODELS)).flat)
 
@@ -264,3 +265,34 @@ def test_a_state_without_a_checksum_or_order_is_refused(tmp_path: Path, field: s
     leave_out(file, field)
     with refused("training state", field, error=CheckpointError):
         Pack.restore(file)
+
+
+class Interrupted(Pack):
+    """A pack that gets Ctrl-C in the middle of steps."""
+
+    interrupts: tuple[int, ...] = ()
+
+    def update(self, step: int) -> None:
+        if step in self.interrupts:
+            signal.raise_signal(signal.SIGINT)
+        super().update(step)
+
+
+def test_a_first_interrupt_saves_the_next_logged_step_and_a_second_ends_at_once(tmp_path: Path):
+    file, every = tmp_path / "training.safetensors", next(iter(MODELS.values())).train.log_every
+    once = Interrupted(MODELS)
+    once.interrupts = (every + 1,)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(once, file)
+    assert once.step == read_state(file)[1] == 2 * every
+    whole, again = Pack(MODELS), Pack.restore(file)
+    for each in (whole, again):
+        while not each.finished:
+            each.advance()
+    assert torch.equal(again.flat, whole.flat)
+    file.unlink()
+    twice = Interrupted(MODELS)
+    twice.interrupts = (0, 1)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(twice, file)
+    assert not file.exists()

@@ -81,7 +81,7 @@ FIT, TABLE = (
 FAR = "R² {r2} ({where}), limit {limit:g}"
 RULES = {
     "far": (FAR, FIT),
-    "noise": (FAR, "mechinterp analyse fit-learners with prompts of that noise (--task)"),
+    "noise": (FAR, "mechinterp compare-learners with prompts of that noise (--task)"),
     "layers": (FAR, "mechinterp probe shows where the prediction is held after each layer"),
     "identity": ("the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}", FIT),
     "rival": ("{rival} is nearer: R² {rival_r2} against {r2} ({where})", TABLE),

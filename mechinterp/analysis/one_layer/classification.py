@@ -24,7 +24,7 @@ from mechinterp.analysis.classified import (
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
-from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales
+from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales, require_text
 from mechinterp.analysis.result import HEADS, Band, Card, Table, docstrings
 from mechinterp.display import counted
 
@@ -209,6 +209,8 @@ class Classification(Evidence, Classified):
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
         limits = {each.name: each.bound for each in self.checks}
+        for name in self.compared:
+            require_text(name)
         rows = [
             {
                 "evidence": column,

@@ -51,7 +51,7 @@ from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.layers import is_normalised, kernel_text
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
-from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 from mechinterp.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -117,7 +117,11 @@ def classify(
     readings: Sequence[Reading] = getattr(source, "readings", ())
     if not readings:
         found = labelled(source)
-        return replace(found, trained_here=predictor.trained_here) if one else found
+        if not one:
+            return found
+        return replace(
+            found, trained_here=predictor.trained_here, reading_doubt=_scale_doubt(predictor)
+        )
     under: list[Source] = [each.weights for each in readings if each.stands]
     if not one:
         checkpoint = cast("Checkpoint", source)
@@ -129,7 +133,13 @@ def classify(
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
     label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
-    return replace(every[0], label=label, reason=reason)
+    doubt = _scale_doubt(predictor) if one else every[0].reading_doubt
+    return replace(every[0], label=label, reason=reason, reading_doubt=doubt)
+
+
+def _scale_doubt(predictor: Predictor) -> str:
+    """Doubt about the reading of one layer's file; empty for other models."""
+    return predictor.doubt if not predictor.trained_here else ""
 
 
 def agreed_label(

@@ -68,6 +68,8 @@ ON_SUPPORT = 0.5
 """A coordinate belongs to the support if theta exceeds this fraction of its maximum."""
 EVEN = 0.5
 """Heads serve all responses alike if the smallest |mu| of each head is at least this fraction of its largest."""
+NOISE_OF_WEIGHTS = 4.0
+"""Weights of coordinates count as even if their spread is below this multiple of the step's off-diagonal entries."""
 SIGNED = {"positive", "negative"}
 """Labels of heads whose omega and mu have one sign."""
 STRUCTURE = ("qk_diagonal_best", "ov_last_entry_best", "substitution_r2")
@@ -470,6 +472,18 @@ class Evidence:
     form too."""
 
 
+def require_text(number: str) -> None:
+    """Refuses a number that nobody could read.
+
+    Raises:
+        ValueError: If texts.toml does not say what the number is.
+    """
+    if number not in TEXTS["numbers"]:
+        raise ValueError(
+            f"A number of a label needs a text in texts.toml, [numbers], got {number}."
+        )
+
+
 @dataclass(frozen=True)
 class Check:
     """A number that a label needs, with its limit."""
@@ -480,6 +494,9 @@ class Check:
     limit: float
     least: bool = False
     """True: the value must be at least the limit. False: at most."""
+
+    def __post_init__(self) -> None:
+        require_text(self.name)
 
     @property
     def holds(self) -> bool:
@@ -683,6 +700,16 @@ def _one_task(form: Form) -> tuple[str, str]:
     return "preconditioned_gd", f"heads of both signs; QK is {shape}"
 
 
+def _off_diagonal(heads: Heads) -> float:
+    """Root mean square of the off-diagonal entries of the responses' steps, relative to the mean of the diagonal; the largest
+    over responses. It is as large as the noise of the diagonal if a circuit has noise on all entries."""
+    steps = torch.einsum("hn,hij->nij", torch.from_numpy(heads.mu), heads.blocks)
+    d_x = steps.shape[-1]
+    off = steps - torch.diag_embed(steps.diagonal(dim1=1, dim2=2))
+    size = (off.square().sum((1, 2)) / max(1, d_x * (d_x - 1))).sqrt()
+    return float((size / steps.diagonal(dim1=1, dim2=2).mean(1).abs()).max())
+
+
 def _several_tasks(
     heads: Heads,
     labelled: list[Decision],
@@ -708,7 +735,8 @@ def _several_tasks(
             return named("task_heads", text, *even, task_leak, ascends_nowhere, *explained, does_it)
         if smallest >= EVEN:
             full = all(len(each) == heads.blocks.shape[1] for each in scales.supports)
-            uniform = full and scales.theta_spread <= limits.equal
+            noise = NOISE_OF_WEIGHTS * _off_diagonal(active)
+            uniform = full and scales.theta_spread <= max(limits.equal, noise)
             pattern = "debiased_gd" if uniform else "weighted_preconditioned_gd"
             text = f"opposite heads serve all responses, mu within {1 - smallest:.0%}"
             descends = [] if uniform else [_descends(evidence, DESCENDS)]

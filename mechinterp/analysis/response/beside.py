@@ -80,12 +80,16 @@ def sign_vectors(d_x: int, sparsity: int) -> Float[Tensor, "vector d_x"]:
 def learners_beside(
     sample: Sample, knots: Float[np.ndarray, " knot"], law: TaskConfig | None, n_steps: int
 ) -> pd.DataFrame:
-    """Filters at the knots of ridge regression at the task's penalty and of the best descent of n steps.
+    """Filters at the knots of ridge regression at the task's penalty, unless it is the Bayes learner itself, and of the best
+    descent of n steps.
 
     The descent is the polynomial of degree n - 1 in s that is nearest to the target <q, beta>.
     """
     rows = []
-    if law is not None and np.isfinite(law.posterior_penalty):
+    is_bayes = law is None or (
+        law.n_tasks is None and law.sparsity is None and law.supports is None
+    )
+    if not is_bayes and np.isfinite(law.posterior_penalty):
         c = law.posterior_penalty / sample.x.shape[1]
         rows.append(("ridge", 1 / (knots + c) if c else 1 / np.maximum(knots, 1e-12)))
     s = sample.modes.s

@@ -19,8 +19,6 @@ LEAST_LEFT = 1e-4
 """Smallest part left that is drawn."""
 LEAST_MISMATCH, MOST_MISMATCH = 1e-6, 1.0
 """Limits of the axis of mismatches; values outside are drawn at the limit."""
-SAME = 1e-3
-"""Relative difference below which a learner's filter is that of the Bayes learner and is not drawn again."""
 ROW = 240
 """Height of a row of panels, in pixels."""
 MODEL, BAYES = figures.COLORS[0], figures.QUIET_COLOR
@@ -66,8 +64,6 @@ def _filter(figure: go.Figure, found: Frames, row: int, column: int, *, first: b
             showlegend=first, line={"color": BAYES, "dash": "dash"}, **place,
         )  # fmt: skip
     for color, (name, rows) in zip(BESIDE, beside.groupby("learner", sort=False), strict=False):
-        if np.allclose(rows.phi, frame.bayes, rtol=SAME):
-            continue  # the Bayes learner of a Gaussian task is ridge regression
         figure.add_scatter(
             x=rows.s, y=_positive(rows.phi), name=str(name), mode="lines", legendgroup=str(name),
             showlegend=first, line={"color": color, "dash": "dot"}, **place,

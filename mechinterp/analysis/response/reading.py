@@ -137,9 +137,14 @@ def _parts(found: Frames, output: int) -> list[str]:
     left = found.of_output(found.left, output).set_index("columns")
     if which not in ("no linear map", "kernel", "online"):
         parts.append(form_in_words(found, output))
-    parts += against_bayes(found, output)
-    value, sem = left["left"]["filter"], left.left_sem["filter"]
-    parts.append(f"the filter leaves {_percent(value, sem)} of the squared predictions")
+    last = left["left"].idxmin()
+    if which == "no linear map":
+        share = _percent(left["left"][last], left["left_sem"][last])
+        parts.append(f"all columns leave {share} of the squared predictions")
+    else:
+        parts += against_bayes(found, output)
+        share = _percent(left["left"]["filter"], left["left_sem"]["filter"])
+        parts.append(f"the filter leaves {share} of the squared predictions")
     mean = found.scalar("mean of x", output)
     if left["left"]["filter"] - left["left"]["+ mean of x"] > ERRORS * left.left_sem["+ mean of x"]:
         parts.append(f"the mean of x is subtracted {with_error(*mean)} times")

@@ -193,11 +193,13 @@ def refinements(chosen: Tried, parts: Parts, form: Format, closed: Collection[st
     }
     numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
     # Linear scores of a wrong size can predict better than softmax scores of the right one.
-    softmax = "layout" in chosen and chosen["score"] == "softmax"
-    possible["scale"] = softmax and parts.d_head != parts.width
+    possible["scale"] = chosen["score"] == "softmax" and parts.d_head > 1
+    scales = [1 / parts.d_head]
+    if "layout" in chosen and parts.d_head != parts.width:
+        scales.append(parts.width**-0.5)
     return [
         change
-        for change in (*REFINED, {"scale": parts.width**-0.5})
+        for change in (*REFINED, *({"scale": scale} for scale in scales))
         for name in list(change)[:1]
         if possible[name] and chosen.get(name) in PLAIN and name not in closed
         if numbered or change.get(name) != "sinusoidal_halves"

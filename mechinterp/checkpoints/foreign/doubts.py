@@ -7,6 +7,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.candidates import AGAIN, N_OF_LAYERS, Case, n_prompts_for
 from mechinterp.checkpoints.foreign.score import MARGIN, below
 from mechinterp.config import ModelConfig
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import attention_pattern
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.general import AVERAGE, Keys, Queries, attend, predictions, scores_of
@@ -33,13 +34,26 @@ STEP, LEAST_AT_REST = 0.02, 64
 """Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
 
 
+LAW = ("context_length", "covariance.kind", "beta_var", "noise_var", "query_noise")
+"""Fields of a task that decide the loss."""
+SCALES = tuple(2.0 ** (n / 8) for n in range(-24, 25))
+"""Factors on the scores that are tried."""
+
+
 def doubt_of(case: Case) -> str:
     """Why the reading of a file is doubted although it predicts; empty if nothing suggests it."""
+    if factor := score_factor(case):
+        return (
+            f"the scale of the scores is in doubt: with --scale {factor[0] * case.scale:.4g} instead of {case.scale:.4g} the loss is "
+            f"{factor[1]:.2f} times as large on other prompts; state --scale, or prove the reading by --predictions"
+        )
     if not case.parts.alone and (left := left_by_factors(case)) < REST:
+        stated = {f"task.{name}" for name in LAW} <= case.known
+        options = "--model or --scale" if stated else "--task, --model or --scale"
         return (
             f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
-            "prompts, and training sets such factors; state --task, --model or --scale, or hook the module in memory "
-            "(mechinterp.hook_module)"
+            f"prompts, and training sets such factors; state {options}, prove the reading by --predictions, or hook the module in "
+            "memory (mechinterp.hook_module)"
         )
     if better := better_with(case):
         return (
@@ -47,6 +61,45 @@ def doubt_of(case: Case) -> str:
             f"{better[1]:.2f} times as large; if it has it, hook the module in memory (mechinterp.hook_module)"
         )
     return ""
+
+
+def score_factor(case: Case) -> tuple[float, float] | None:
+    """Factor on softmax scores of an unstated scale that lowers the loss by more than three standard errors, and not by clearly
+    less than a factor on the output does; with the fraction of the loss that it leaves. None if there is none.
+
+    The factor is found on one half of the prompts, and the loss is measured on the other.
+    """
+    source = case.source
+    if case.tried["score"] != "softmax" or "scale" in source.closed or not case.parts.alone:
+        return None
+    prompts = evaluation_prompts(case.task, n_prompts=n_prompts_for([case] * len(SCALES), AGAIN))
+    half, wanted = len(prompts) // 2, prompts.y_query.double()
+
+    def error(prediction: Tensor) -> Tensor:
+        return (prediction - wanted).square().mean(1)
+
+    by_factor = {
+        factor: error(_predicted(each, prompts))
+        for factor in SCALES
+        for each in case.changed([{"scale": factor * case.scale}])
+    }
+    if 1.0 not in by_factor:
+        return None
+    best = min(
+        by_factor, key=lambda factor: float(by_factor[factor][:half].mean().nan_to_num(1e30))
+    )
+    plain, scaled = by_factor[1.0][half:], by_factor[best][half:]
+    own = _predicted(case, prompts)
+    output = (own[:half] * wanted[:half]).sum() / own[:half].square().sum().clamp(min=1e-300)
+    by_output = error(output * own)[half:]
+    if not below(scaled, plain, 0.0) or below(by_output, scaled, 0.0):
+        return None
+    return best, float(scaled.mean() / plain.mean())
+
+
+def _predicted(case: Case, prompts: Prompts) -> Tensor:
+    weights = case.weights().to(torch.float64)
+    return predictor_of(weights).predict(prompts.to(weights.dtype)).double()
 
 
 def better_with(case: Case) -> tuple[str, float] | None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mechinterp.checkpoints.foreign.folded import is_products, of_products
 from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.tensors import (
+    WORD_MODEL,
     Layout,
     TensorError,
     layout_of,
@@ -62,6 +64,11 @@ def _eigenvalues(d_x: int, d_y: int, score: str) -> dict[str, object]:
 def _points(d_x: int, d_y: int, score: str) -> dict[str, object]:
     """Task of the code of Garg et al."""
     return {"context_length": 2 * d_x, **TASK, "noise_var": 0.0}
+
+
+def _twenty_pairs(d_x: int, d_y: int, score: str) -> dict[str, object]:
+    """Task of the code of Ahn et al."""
+    return {"context_length": 20, **TASK, "noise_var": 0.0}
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,16 @@ HOOKED = Format(
 )
 BARE = Format("linear-paper", task=_eigenvalues, turns=True)
 LAYERED = Format("named-layers", turns=True)
+PRODUCTS = Format(
+    "linear-transformer",
+    fixed={
+        **{"score": "linear/L", "scale": 1.0, "sign": "minus", "columns": "x,y"},
+        **{"attend_to_self": False, "context_keys": True, "orientation": "in,out"},
+        **{"norm": None, "positions": "none", "residual": True, "output_column": None},
+    },
+    task=_twenty_pairs,
+)
+"""Layers of one P on values and one Q on scores, whose prediction is minus the last entry (Ahn et al. 2023)."""
 ONE_MATRIX = Format("one-matrix", fixed={**PUBLISHED, "score": "linear/L", "attend_to_self": False})
 """Merged step y_l x_l W x: a single square matrix."""
 OTHERS = {
@@ -174,6 +191,9 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
         ValueError: If the tensors form no layer of attention, or do not have the stated format.
     """
     known = {n: tensor for n, tensor in tensors.items() if not is_harmless(n, tensor)}
+    if is_products(known):
+        known = of_products(known, hints.d_x)
+        return PRODUCTS, layout_of(known), known
     known = unstacked(known)
     form = _row(known, hints)
     if form is HOOKED:
@@ -186,14 +206,20 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     strange = [*layout.unknown, *strange]
     require_known_kind(known, layout)
     listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12])) or "none"
+    # No known name helps where no matrix is left that could belong to attention.
+    matrices = [n for n in strange if n in known and min(known[n].shape[-2:], default=0) > 1]
+    attends = any(piece.part in ATTENTION for piece in layout.pieces)
+    offer = bool(matrices) and (attends or len(matrices) > 2)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         verb = "is" if len(strange) == 1 else "are"
         drop = f"; if the model does without, drop it by --map {shown(strange[0])}=unused"
-        raise TensorError("", f"{listed} {verb} not among the tensors of {what}{drop}")
+        raise TensorError("", f"{listed} {verb} not among the tensors of {what}{drop}", offer=offer)
     if strange or layout.lacking or not layout.layers:
         rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
-        raise TensorError("", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}")
+        raise TensorError(
+            "", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}", offer=offer
+        )
     return form, layout, known
 
 
@@ -288,6 +314,9 @@ def hooked_layer(
 
 
 def _require_attention_alone(layout: Layout, tensors: Tensors) -> None:
+    words = layout.ends.get(("words", "weight"))
+    if words is not None and len(layout.layers) != 1 and len(tensors[words.name]) > 1:
+        raise ValueError(f"{WORD_MODEL.format(words.name, list(tensors[words.name].shape))}")
     if len(layout.layers) != 1:
         raise ValueError(f"the model must have one layer, got {len(layout.layers)}.")
     norms = (piece.name for piece in layout.pieces if "norm" in piece.part)

@@ -12,6 +12,8 @@ from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
 from mechinterp.fields import Rules
 
 COLUMNS = ("x,y", "y,x")
+PACKINGS = ("whole", "per_head")
+"""Order of rows in a packed qkv matrix: all queries first, or head by head its queries, keys and values."""
 SIGNS = ("plus", "minus")
 ORIENTATIONS = ("out,in", "in,out")
 JOINS: dict[str, tuple[str | bool, ...]] = {
@@ -23,6 +25,7 @@ JOINS: dict[str, tuple[str | bool, ...]] = {
     "positions": ("none", "sinusoidal", "sinusoidal_halves", "rotary"),
     "rms_norm": (False, True),
     "rotary_adjacent_pairs": (True, False),
+    "packing": PACKINGS,
     "rotary_base": (),
     "passes": (),
 }

@@ -30,8 +30,10 @@ N_FEW = 16
 MOST_TRIED = 512
 """Up to this number all combinations of choices are tried; otherwise the search goes on from the nearest readings, one or
 two choices at a time. A larger number only costs time."""
-STARTS, ROUNDS = 3, 4
+STARTS, ROUNDS = 12, 4
 """Readings from which the search goes on, and most steps from each."""
+N_PAIRED = 3
+"""Number of nearest readings of which two choices at a time are changed."""
 SAME = 1e-4
 """Largest relative difference of predictions of two readings that are one model; larger values merge more."""
 ROUNDED = 1e-5
@@ -150,14 +152,17 @@ class _Search:
         for start in self.ordered[:STARTS]:
             case = start
             for _ in range(ROUNDS):
-                self.add(_neighbours(case, self.recordings[0]))
-                nearest = self.ordered[0]
+                near = _neighbours(case, self.recordings[0])
+                self.add(near)
+                # Each start has a path of its own, as the nearest of all may be a dead end.
+                compared = [each for each in near if each in self.misfits]
+                nearest = min(compared, key=self.misfits.__getitem__, default=case)
                 if self.misfits[nearest] >= self.misfits[case]:
                     break
                 case = nearest
             if self.difference(self.ordered[0]) <= 1:
                 return
-        for start in self.ordered[:STARTS]:
+        for start in self.ordered[:N_PAIRED]:
             self.add(_neighbours(start, self.recordings[0], 2))
 
     def with_neighbours(self, proven: Sequence[Case]) -> list[Case]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from torch import Tensor
@@ -25,15 +26,17 @@ from mechinterp.checkpoints.foreign.candidates import (
     rotary_of,
 )
 from mechinterp.checkpoints.foreign.doubts import doubt_of
+from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
-from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, Hints, option
+from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
 from mechinterp.checkpoints.foreign.proof import Proof, prove
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.score import (
     LazyReadings,
     Reading,
     Tried,
+    better_packing,
     tied,
     try_cases,
 )
@@ -91,6 +94,14 @@ def settings_of(path: Path, inside: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, (value, _) in stated.items()}
 
 
+def _lora_scale(raw: Mapping[str, object]) -> dict[str, object]:
+    """Factor on the product of LoRA's matrices, if its config states it."""
+    alpha, rank = raw.get("lora_alpha"), raw.get("r")
+    if not isinstance(alpha, int | float) or not isinstance(rank, int) or rank < 1:
+        return {}
+    return {"lora_scale": float(alpha) / (rank**0.5 if raw.get("use_rslora") is True else rank)}
+
+
 def settled(raw: Mapping[str, object]) -> dict[str, object]:
     """Settings under the names of this package; unknown settings are left out.
 
@@ -105,7 +116,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     for key, value in ONLY.items():
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
-    known = {TASK_KEY: raw.get(TASK_KEY)}
+    known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
@@ -182,6 +193,11 @@ def _beside(path: Path) -> list[tuple[Path, Mapping[str, object]]]:
         trained = {"n_points": points, "noise_std": noise} if read is read_yaml else {}
         for part in (document, model if isinstance(model, dict) else {}, trained):
             stated.append((file, {n: None if v in EMPTY else v for n, v in part.items()}))
+    adapter = path.with_name("adapter_config.json")
+    document = read_json(adapter) if adapter.is_file() else None
+    if isinstance(document, dict) and _lora_scale(document):
+        names = ("r", "lora_alpha", "use_rslora")
+        stated.append((adapter, {name: document.get(name) for name in names}))
     return stated
 
 
@@ -193,7 +209,7 @@ def _within(document: object, *names: str) -> object:
 
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
-"""Choices that a single layer of attention has too."""
+"""Choices about positions that a single layer of attention has too."""
 PLAIN_TRIED: Tried = {"positions": "none", "passes": 1, "rms_norm": False}
 UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
@@ -286,7 +302,9 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
     known_files = []
     for each in run:
         with of_file(each.file):
-            known_files.append(recognised(mapped(each.tensors, hints.map or {}), hints))
+            known_files.append(
+                recognised(mapped(folded(each.tensors, each.settings), hints.map or {}), hints)
+            )
     form, layout, _ = known_files[-1]
     settings = dict(last.settings)
     # A setting such as norm_first is left over in a model without norms.
@@ -295,40 +313,80 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
     given = rotary_of(last.tensors) | given_choices(hints, settings)
     stated_axes = form.fixed.get("orientation", hints.orientation)
     usual_axes = ORIENTATIONS if layout.open_axes else ORIENTATIONS[:1]
-    cases: list[Case] = []
+    packings = _packings(known_files[-1], given, hints, settings)
+    all_axes = usual_axes if stated_axes is None else (str(stated_axes),)
+    by_packing: dict[str | None, list[Case]] = {}
     faults: list[ValueError] = []
-    for axes in usual_axes if stated_axes is None else (str(stated_axes),):
+    for packing, axes in product(packings, all_axes):
         try:
-            parts = _parts_of_run(run, known_files, axes, hints)[-1]
+            files = [_packed(each, packing, hints, settings) for each in known_files]
+            parts = _parts_of_run(run, files, axes, hints)[-1]
             form = _own(form, parts, hints)
             choices = choices_of(parts, form, given, hints)
         except ValueError as error:
             faults.append(error)
             continue
+        own = {"orientation": axes} | ({} if packing is None else {"packing": packing})
         source = Source(form, choices, given, hints, last.settings, length)
         for chosen in combinations(choices, given):
             try:
-                cases.append(case_of(source, parts, {"orientation": axes, **chosen}))
+                case = case_of(source, parts, {**own, **chosen})
+                by_packing.setdefault(packing, []).append(case)
             except ValueError as error:
                 faults.append(error)
-    if not cases:
+    if not by_packing:
         raise faults[0]
     if recordings:
-        return _proven(last, prove(cases, recordings, last.file))
+        every = [case for some in by_packing.values() for case in some]
+        return _proven(last, prove(every, recordings, last.file))
+    cases = better_packing(list(by_packing.values()))
     readings: Sequence[Reading]
     if len(cases) == 1 and not cases[0].refined():
         # Nothing is open: the loss is computed where it is shown.
         case, readings, names = cases[0], LazyReadings(partial(_readings_of, cases)), []
     else:
         case, readings, names = try_cases(cases)
+    names = [*names, *(("packing",) if len(packings) > 1 else ())]
     checkpoint = _checkpoint(last, case, readings, names)
     if len(run) == 1:
         return checkpoint
     kept, axes = {}, str(case.tried["orientation"])
-    for each, parts in zip(run, _parts_of_run(run, known_files, axes, hints), strict=True):
+    packing = str(case.tried["packing"]) if "packing" in case.tried else None
+    files = [_packed(each, packing, hints, settings) for each in known_files]
+    for each, parts in zip(run, _parts_of_run(run, files, axes, hints), strict=True):
         with of_file(each.file):
             kept[each.step] = replace(case, parts=parts).weights()
     return replace(checkpoint, kept=kept)
+
+
+Known = tuple[Format, Layout, dict[str, Tensor]]
+"""Format of a file, its parts, and its tensors by name."""
+
+
+def _packings(
+    known: Known, given: Mapping[str, object], hints: Hints, settings: Mapping[str, object]
+) -> tuple[str | None, ...]:
+    """Orders of rows to try for packed qkv matrices; None if there is no such matrix, or one head."""
+    form, layout, _ = known
+    packed = [piece.name for piece in layout.pieces if piece.part == "qkv"]
+    heads = hints.n_heads or settings.get("n_heads")
+    if not packed or heads in (None, 1) or form.name != LAYERED.name:
+        return (None,)
+    if "packing" in given:
+        return (str(given["packing"]),)
+    return ("per_head",) if any(PER_HEAD in name for name in packed) else PACKINGS
+
+
+def _packed(
+    known: Known, packing: str | None, hints: Hints, settings: Mapping[str, object]
+) -> Known:
+    """A file's tensors, with matrices that are packed per head in the usual order."""
+    form, layout, tensors = known
+    if packing != "per_head":
+        return known
+    names = [piece.name for piece in layout.pieces if piece.part == "qkv"]
+    heads = hints.n_heads or settings.get("n_heads")
+    return form, layout, repacked(tensors, names, int(str(heads)))
 
 
 def _readings_of(cases: Sequence[Case]) -> Sequence[Reading]:
@@ -405,7 +463,7 @@ def _proven(stored: Stored, proof: Proof) -> Checkpoint:
 
 def _parts_of_run(
     run: Sequence[Stored],
-    known_files: Sequence[tuple[Format, Layout, dict[str, Tensor]]],
+    known_files: Sequence["Known"],
     axes: str,
     hints: Hints,
 ) -> list[Parts]:
@@ -420,7 +478,7 @@ def _parts_of_run(
 
 def _own(form: Format, parts: Parts, hints: Hints) -> Format:
     """Format of a file; if its names fit no format, one that fits its parts."""
-    of_layers = [name for name in hints.model or {} if name not in OF_POSITIONS]
+    of_layers = [name for name in hints.model or {} if name not in (*OF_POSITIONS, "packing")]
     if parts.alone and of_layers:
         raise ValueError(
             f"model ({', '.join(of_layers)}) needs layers with norms or MLPs, got one layer of attention alone."

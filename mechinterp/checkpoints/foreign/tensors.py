@@ -128,6 +128,7 @@ def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Tensors) -> bool
 
 
 KERNELS = ("kernel", "w")
+WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
 
@@ -155,8 +156,7 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
-        kind = f"a model of word tokens ({words.name} {shape})"
-        raise ValueError(f"{kind}; tokens must be numbers (x, y).")
+        raise ValueError(WORD_MODEL.format(words.name, shape))
 
 
 def _grouped(tensors: Tensors, layout: Layout) -> str:
@@ -182,8 +182,9 @@ def shown(name: str) -> str:
 class TensorError(ValueError):
     """Refused tensor of a file; the error message adds how to state which part it is (--map)."""
 
-    def __init__(self, what: str, rule: str) -> None:
+    def __init__(self, what: str, rule: str, *, offer: bool = True) -> None:
         self.rule = f"{shown(what)} {rule}".lstrip()
+        self.offer = offer
         super().__init__(f"{self.rule}.")
 
 
@@ -195,6 +196,8 @@ def of_file(file: Path) -> Iterator[None]:
         try:
             yield
         except TensorError as error:
+            if not error.offer:
+                raise ValueError(f"{error.rule}; {HOOK}.") from None
             raise ValueError(
                 f"{error.rule}; state its part by --map THEIRS=KNOWN (map=), such as --map my_queries=q_proj, "
                 f"where KNOWN is one of {', '.join(KNOWN)}."

@@ -338,6 +338,8 @@ def _no_weights(root: object, classes: list[str]) -> str:
         got = "a list or the like"
     else:
         got = f"a {type(root).__name__}"
+    if isinstance(root, dict) and "hist_dict" in root:
+        got += "; write the last matrices of one run: torch.save({'allparam': run['hist_dict'][key][-1]}, FILE)"
     wrappers = ", ".join(WRAPPERS)
     return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
 

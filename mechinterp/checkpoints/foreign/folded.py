@@ -1,0 +1,170 @@
+"""Tensors of a file in plain form: masks of pruning, factors of norms and low-rank additions are multiplied out, and the
+tensors of known research code get the names of attention."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mechinterp.checkpoints.foreign.names import Tensors
+
+PER_HEAD = "query_key_value"
+"""Name of a qkv matrix that is packed per head."""
+NORMED = (
+    ("weight_g", "weight_v"),
+    ("parametrizations.weight.original0", "parametrizations.weight.original1"),
+)
+"""Names of length and direction, under the old and the new weight_norm."""
+SPECTRAL = (
+    ("weight_orig", "weight_u", "weight_v"),
+    *(
+        (
+            "parametrizations.weight.original",
+            f"parametrizations.weight.0.{u}",
+            f"parametrizations.weight.0.{v}",
+        )
+        for u, v in (("_u", "_v"),)
+    ),
+)
+"""Names of a matrix and its first singular vectors, under the old and the new spectral_norm."""
+
+
+def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors, with one plain weight for each pruned, normed or adapted one.
+
+    Args:
+        settings: `lora_scale`, the factor on the product of LoRA's matrices, if a config states it.
+    Raises:
+        ValueError: If a LoRA has no stated scale.
+    Example:
+        >>> state = {"q.weight_orig": torch.ones(2, 2), "q.weight_mask": torch.eye(2)}
+        >>> folded(state, {})["q.weight"].tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    plain = dict(tensors)
+    for name in tensors:
+        stem = name.removesuffix("weight_mask")
+        if name.endswith("weight_mask") and f"{stem}weight_orig" in plain:
+            plain[f"{stem}weight"] = plain.pop(f"{stem}weight_orig") * plain.pop(name)
+    for names, join in ((NORMED, _normed), (SPECTRAL, _spectral)):
+        for words in names:
+            for name in tensors:
+                stem = name.removesuffix(words[0])
+                parts = [stem + word for word in words]
+                if name.endswith(words[0]) and all(part in plain for part in parts):
+                    plain[f"{stem}weight"] = join(*(plain.pop(part) for part in parts))
+    return _with_low_rank(plain, settings.get("lora_scale"))
+
+
+def _normed(length: Tensor, direction: Tensor) -> Tensor:
+    axes = tuple(i for i in range(direction.ndim) if length.shape[i] == 1 < direction.shape[i])
+    return direction * length / direction.norm(dim=axes or None, keepdim=True)
+
+
+def _spectral(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return weight / (left @ weight.flatten(1) @ right)
+
+
+def _with_low_rank(tensors: dict[str, Tensor], scale: object) -> dict[str, Tensor]:
+    """Weights with the product of LoRA's matrices added."""
+    for name in list(tensors):
+        found = re.fullmatch(r"(.*)[.]lora_A(?:[.]\w+)?[.]weight", name)
+        if found is None:
+            continue
+        other = name.replace(".lora_A", ".lora_B")
+        base = next(
+            (n for n in (f"{found[1]}.base_layer.weight", f"{found[1]}.weight") if n in tensors), ""
+        )
+        if not isinstance(scale, float) or other not in tensors or not base:
+            raise ValueError(
+                f"{name} is a LoRA, whose {'scale is not stated (no adapter_config.json beside the file)' if base else 'base weights are not in the file'}; "
+                "write model.merge_and_unload().state_dict()."
+            )
+        added = tensors.pop(other) @ tensors.pop(name)
+        tensors[f"{found[1]}.weight"] = tensors.pop(base) + scale * added
+        if (bias := tensors.pop(f"{found[1]}.base_layer.bias", None)) is not None:
+            tensors[f"{found[1]}.bias"] = bias
+    return tensors
+
+
+def is_products(tensors: Tensors) -> bool:
+    """True if all tensors are `allparam`, or one P and one Q for each layer."""
+    return bool(_products(tensors))
+
+
+def _products(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """P and Q [head, n, n] of each layer; empty if the tensors are others."""
+    if len(tensors) == 1:
+        ((name, every),) = tensors.items()
+        shaped = every.ndim == 5 and every.shape[2] == 2 and every.shape[3] == every.shape[4] > 1
+        if name.rpartition(".")[2] != "allparam" or not shaped:
+            return []
+        return [(layer[:, 0], layer[:, 1]) for layer in every]
+    found = {
+        name: re.fullmatch(r"(?:(.*)[._])?([PQ])(?:[._](\d+))?(?:[.]weight)?", name)
+        for name in tensors
+    }
+    if not tensors or not all(found.values()):
+        return []
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, match in found.items():
+        if match is not None:
+            layers.setdefault(f"{match[1]}.{match[3]}", {})[match[2]] = tensors[name]
+    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    (shape,) = shapes if len(shapes) == 1 else ((),)
+    if (
+        len(shape) != 2
+        or shape[0] != shape[1]
+        or any(layer.keys() != {"P", "Q"} for layer in layers.values())
+    ):
+        return []
+    order = sorted(layers, key=lambda key: [int(n) for n in re.findall(r"\d+", key)])
+    return [(layers[key]["P"][None], layers[key]["Q"][None]) for key in order]
+
+
+def of_products(tensors: Tensors, d_x: int | None) -> dict[str, Tensor]:
+    """Attention [in, out] from matrices P on values and Q on scores: z + P Z (Z^T Q z) / N.
+
+    P and Q of width d_x act on x; then P also passes y on.
+
+    Raises:
+        ValueError: If d_x is not stated, or does not fit.
+    Source:
+        Ahn et al. 2023, arXiv 2306.00297, section 2, and its code.
+    """
+    layers = _products(tensors)
+    n = layers[0][0].shape[-1]
+    if d_x not in (n - 1, n):
+        got = "no --d-x (d_x=)" if d_x is None else d_x
+        raise ValueError(f"d_x must be {n - 1} (P and Q act on x and y) or {n} (on x alone), got {got}.")  # fmt: skip
+    named = {}
+    for number, (P, Q) in enumerate(layers):
+        if d_x == n:
+            P = torch.nn.functional.pad(P, (0, 1, 0, 1))
+            P[:, -1, -1] = 1
+            Q = torch.nn.functional.pad(Q, (0, 1, 0, 1))
+        eye = torch.eye(P.shape[-1], dtype=P.dtype, device="cpu").expand_as(P)
+        ways = {"W_Q": Q, "W_K": eye, "W_V": P.mT, "W_O": eye}
+        named |= {f"layers.{number}.{name}": tensor.contiguous() for name, tensor in ways.items()}
+    return named
+
+
+def repacked(tensors: Tensors, names: list[str], n_heads: int) -> dict[str, Tensor]:
+    """The tensors, with these packed matrices and biases in the order of all queries, all keys, all values.
+
+    Raises:
+        ValueError: If the number of heads does not divide a matrix.
+    """
+    changed = dict(tensors)
+    for name in names:
+        tensor = tensors[name]
+        axis = 1 if tensor.ndim == 2 and tensor.shape[1] == 3 * tensor.shape[0] else 0
+        size = tensor.shape[axis]
+        if size % (3 * n_heads):
+            raise ValueError(
+                f"packing=per_head needs {3 * n_heads} parts of {name}, got {size} rows."
+            )
+        split = tensor.unflatten(axis, (n_heads, 3, -1)).transpose(axis, axis + 1)
+        changed[name] = split.flatten(axis, axis + 2).contiguous()
+    return changed

@@ -1,0 +1,181 @@
+"""Pruned, normed and adapted weights, packed heads and the code of Ahn et al., each compared with the plain weights."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from mechinterp.checkpoints.load import load
+from mechinterp.icl.prompts import draw_prompts
+from mechinterp.models.run.predictor import predictor_of
+from tests.checkpoints.files import assert_refused, loaded, saved
+from tests.checkpoints.foreign_files import LAYOUTS, State, random_heads
+from tests.checkpoints.recordings import recorded
+
+HEADS = random_heads()
+STATE = LAYOUTS["modules {x}_proj"](HEADS)
+ALONE = {"n_heads": 2, "score": "softmax", "scale": 0.5, "columns": "x,y", "attend_to_self": False, "sign": "plus", "model": {"positions": "none"}}  # fmt: skip
+
+
+def modules() -> nn.ModuleDict:
+    """The four projections as modules."""
+    shapes = {name.split(".")[1]: tensor.shape for name, tensor in STATE.items()}
+    made = nn.ModuleDict({n: nn.Linear(size[1], size[0], bias=False) for n, size in shapes.items()})
+    # No row is zero, since weight_norm divides by the norm of a row.
+    made.load_state_dict(
+        {name.removeprefix("attn."): tensor + 0.1 for name, tensor in STATE.items()}
+    )
+    return made
+
+
+def pruned(module: nn.Linear) -> None:
+    prune.l1_unstructured(module, "weight", 0.3)
+
+
+def normed(module: nn.Linear) -> None:
+    parametrizations.weight_norm(module)
+    with torch.no_grad():
+        module.parametrizations.weight.original0.mul_(1.5)
+
+
+def old_normed(module: nn.Linear) -> None:
+    """As the old torch.nn.utils.weight_norm stores it."""
+    module.weight_g = nn.Parameter(1.5 * module.weight.detach().norm(dim=1, keepdim=True))
+    module.weight_v = nn.Parameter(module.weight.detach() * 3)
+    weight = 1.5 * module.weight.detach()
+    del module.weight
+    module.weight = weight
+
+
+def spectral(module: nn.Linear) -> None:
+    parametrizations.spectral_norm(module)
+
+
+@pytest.mark.parametrize("change", [pruned, normed, old_normed, spectral])
+def test_a_changed_weight_is_folded(tmp_path: Path, change: Callable[[nn.Linear], None]):
+    made = modules()
+    for module in made.values():
+        change(module)
+    made.eval()
+    plain = {f"attn.{name}.weight": module.weight.detach() for name, module in made.items()}
+    assert not torch.equal(plain["attn.q_proj.weight"], STATE["attn.q_proj.weight"])
+    expected = loaded(tmp_path, plain, **ALONE).weights
+    state = {f"attn.{name}": tensor for name, tensor in made.state_dict().items()}
+    actual = loaded(tmp_path, state, **ALONE).weights
+    torch.testing.assert_close(actual.QK, expected.QK)
+    torch.testing.assert_close(actual.OV, expected.OV)
+
+
+def test_a_lora_is_added_with_the_scale_of_its_config(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    state, plain = {}, {}
+    for name, tensor in STATE.items():
+        stem = name.removesuffix(".weight")
+        A, B = (torch.randn(2, tensor.shape[1], generator=generator), torch.randn(tensor.shape[0], 2, generator=generator))  # fmt: skip
+        state[f"base_model.model.{stem}.base_layer.weight"] = tensor
+        state[f"base_model.model.{stem}.lora_A.default.weight"] = A
+        state[f"base_model.model.{stem}.lora_B.default.weight"] = B
+        plain[name] = tensor + 8 / 2 * B @ A
+    assert_refused("merge_and_unload", loaded, tmp_path, state, **ALONE)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 8}))
+    actual = loaded(tmp_path, state, **ALONE).weights
+    (tmp_path / "adapter_config.json").unlink()
+    expected = loaded(tmp_path, plain, **ALONE).weights
+    torch.testing.assert_close(actual.QK, expected.QK)
+    torch.testing.assert_close(actual.OV, expected.OV)
+
+
+# Packing of queries, keys and values per head, as in GPT-NeoX.
+
+
+def per_head(name: str) -> State:
+    rows = [STATE[f"attn.{x}_proj.weight"].unflatten(0, (2, -1)) for x in "qkv"]
+    packed = torch.stack(rows, 1).flatten(0, 2)
+    return {f"attn.{name}.weight": packed, "attn.out_proj.weight": STATE["attn.out_proj.weight"]}
+
+
+def test_packing_per_head_is_stated_known_by_its_name_or_proven(tmp_path: Path):
+    stated = ALONE | {"model": {"positions": "none", "packing": "per_head"}}
+    for name, hints in (("qkv", stated), ("query_key_value", ALONE)):
+        weights = loaded(tmp_path, per_head(name), **hints).weights
+        torch.testing.assert_close(weights.QK, HEADS.QK)
+        torch.testing.assert_close(weights.OV, HEADS.OV)
+    file = saved(tmp_path, per_head("qkv"))
+    other = load(file, **ALONE)
+    assert other.assumed["model.packing"] == "whole"  # no reading of random weights predicts
+    batch = recorded(tmp_path / "batch.npz", theirs, d_x=3, length=8)
+    proven = load(file, n_heads=2, predictions=batch)
+    assert proven.proven["model.packing"] == "per_head"
+    torch.testing.assert_close(proven.weights.OV, HEADS.OV)
+
+
+def theirs(x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+    """Predictions of one softmax layer in plain torch."""
+    tokens = torch.cat([x, y[..., None]], -1)
+    query = torch.cat([x_query, torch.zeros(len(x), 1)], -1)
+    scores = torch.einsum("bi,hij,blj->bhl", query, HEADS.QK, tokens)
+    return torch.einsum("bhl,bli,hio->bo", scores.softmax(-1), tokens, HEADS.OV)
+
+
+# The code of Ahn et al.
+
+
+def linear_transformer(every: Tensor, x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+    """Minus the last entry of the stream after all layers, as the code of Ahn et al. computes it."""
+    tokens = torch.cat([torch.cat([x, x_query[:, None]], 1), torch.cat([y, 0 * y[:, :1]], 1)[..., None]], -1)  # fmt: skip
+    n_pairs, n = x.shape[1], every.shape[-1]
+    mask = torch.eye(n_pairs + 1, dtype=x.dtype)
+    mask[-1, -1] = 0
+    for layer in every:
+        added = 0
+        for P, Q in layer:
+            if n == x.shape[2]:
+                P = nn.functional.pad(P, (0, 1, 0, 1))
+                P[-1, -1] = 1
+                Q = nn.functional.pad(Q, (0, 1, 0, 1))
+            attention = torch.einsum("bni,ij,bmj->bnm", tokens, Q, tokens)
+            keys = torch.einsum("ij,bnj->bni", P, tokens)
+            added = added + torch.einsum("bnm,ml,bli->bni", attention, mask, keys) / n_pairs
+        tokens = tokens + added
+    return -tokens[:, -1, -1:]
+
+
+@pytest.mark.parametrize(("n_layers", "n_heads", "n"), [(1, 1, 3), (3, 1, 3), (2, 2, 4)])
+def test_allparam_predicts_as_its_code_does(tmp_path: Path, n_layers: int, n_heads: int, n: int):
+    generator = torch.Generator().manual_seed(n_layers)
+    every = torch.randn(n_layers, n_heads, 2, n, n, generator=generator) / 4
+    checkpoint = loaded(tmp_path, {"allparam": every}, d_x=3)
+    assert (checkpoint.weights.n_layers, checkpoint.weights.n_heads) == (n_layers, n_heads)
+    assert checkpoint.task.context_length == 20
+    prompts = draw_prompts(checkpoint.task, 64, dtype=torch.float64)
+    ours = predictor_of(checkpoint.weights.to(torch.float64)).predict(prompts)
+    expected = linear_transformer(every.double(), prompts.x, prompts.y[..., 0], prompts.x_query)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert_refused("d_x must be", loaded, tmp_path, {"allparam": every})
+    if n_heads == 1:
+        apart = {f"layers.{i}.{x}": every[i, 0, j] for i in range(n_layers) for j, x in enumerate("PQ")}  # fmt: skip
+        other = loaded(tmp_path, apart, d_x=3).weights.to(torch.float64)
+        torch.testing.assert_close(predictor_of(other).predict(prompts), ours)
+
+
+# Word models, and refusals whose offers help.
+
+
+def test_words_are_found_before_layers_are_counted(tmp_path: Path):
+    state = {"embed.W_E": torch.randn(33, 8)}
+    for layer in range(2):
+        state |= {f"blocks.{layer}.attn.W_{x}": torch.randn(2, 8, 4) for x in "QKV"}
+        state[f"blocks.{layer}.attn.W_O"] = torch.randn(2, 4, 8)
+    assert "--map" not in assert_refused("word tokens", loaded, tmp_path, state)
+
+
+def test_no_known_name_is_offered_where_no_matrix_of_attention_is_left(tmp_path: Path):
+    mlp = {"mlp.W_in": torch.randn(8, 3), "mlp.W_out": torch.randn(3, 8), "mlp.basis": torch.eye(3)}
+    refused = assert_refused("mlp.basis", loaded, tmp_path, mlp)
+    assert "--map" not in refused
+    assert "hook_module" in refused
+    assert_refused("allparam", loaded, tmp_path, {"hist_dict": {(0,): [torch.ones(1, 1, 2, 3, 3)]}})
