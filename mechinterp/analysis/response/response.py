@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from mechinterp.analysis.response import figure, measures, reading
 from mechinterp.analysis.response.beside import bayes_of, learners_beside
-from mechinterp.analysis.response.frames import Estimate, Frames
+from mechinterp.analysis.response.frames import MEANINGS, OUTPUT, Estimate, Frames
 from mechinterp.analysis.response.pair_weights import function_of, pair_weights, values
 from mechinterp.analysis.response.projection import (
     GROUPS,
@@ -90,7 +90,12 @@ class Response(Frames, Result):
         }
         brief = ("scalars", "forms", "left", "symmetries")
         return {
-            f"response_{name}": Table(getattr(self, name).copy(), title, brief=name in brief)
+            f"response_{name}": Table(
+                getattr(self, name).copy(),
+                title,
+                brief=name in brief,
+                known={**MEANINGS[name], **OUTPUT},
+            )
             for name, title in titles.items()
         }
 
