@@ -121,6 +121,52 @@ def bars(
     return figure
 
 
+def beside_ranges(
+    numbers: Mapping[str, tuple[float, float]],
+    ranges: Mapping[str, tuple[float, float]],
+    limits: Mapping[str, float],
+    *,
+    title: str,
+    range_name: str,
+) -> go.Figure:
+    """Numbers by name, from top to bottom, each beside its range and its limit where there are any.
+
+    The axis reaches from 0 to the largest number or limit; a range may be longer.
+
+    Args:
+        numbers: Each number with its standard error; NaN for none.
+        ranges: Low and high end.
+        range_name: Name of the ranges in the legend.
+    """
+    value, sem = (np.array([each[n] for each in numbers.values()]) for n in (0, 1))
+    ends = np.array([ranges.get(name, (np.nan, np.nan)) for name in numbers]).reshape(-1, 2)
+    line = {"color": QUIET_COLOR, "width": 10}
+    # One trace for all ranges, with a gap after each.
+    low_high_gap = np.column_stack([ends, np.full(len(ends), np.nan)]).ravel()
+    names = [name for name in numbers for _ in range(3)]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=low_high_gap, y=names, mode="lines", line=line, opacity=0.4, name=range_name
+    )
+    limit = [limits.get(name, np.nan) for name in numbers]
+    tick = {"symbol": "line-ns", "size": 20, "line": {"width": 2, "color": COLORS[1]}}
+    figure.add_scatter(x=limit, y=[*numbers], mode="markers", marker=tick, name="limit")
+    figure.add_scatter(
+        x=value,
+        y=[*numbers],
+        mode="markers",
+        marker={"color": COLORS[0], "size": 10},
+        error_x={"type": "data", "array": sem, "thickness": 1},
+        name="value",
+    )
+    shown = np.array([0.0, *value, *limit])
+    shown = shown[np.isfinite(shown)]
+    margin = 0.05 * (np.ptp(shown) or 1.0)
+    figure.update_xaxes(range=[shown.min() - margin, shown.max() + margin])
+    figure.update_yaxes(type="category", autorange="reversed", automargin=True)
+    return finish(figure, title, height=HEIGHT)
+
+
 def runs(
     groups: Mapping[str, Mapping[str, tuple[np.ndarray, ...]]],
     *,

@@ -128,6 +128,26 @@ def test_a_figure_can_be_read_alone(figure: go.Figure, title: str, x_title, y_ti
     assert figure.layout.height >= 300
 
 
+def test_numbers_lie_beside_their_ranges_and_limits_on_an_axis_that_shows_all_numbers():
+    figure = figures.beside_ranges(
+        {"a": (0.5, 0.1), "b": (np.nan, np.nan), "c": (2.0, np.nan)},
+        {"a": (0.1, 0.2), "c": (1.0, 40.0)},
+        {"c": 4.0},
+        title="Evidence",
+        range_name="random weights",
+    )
+    ranges, limits, values = figure.data
+    assert list(ranges.y) == [*"aaabbbccc"]
+    np.testing.assert_array_equal(
+        ranges.x, [0.1, 0.2, np.nan, np.nan, np.nan, np.nan, 1.0, 40.0, np.nan]
+    )
+    np.testing.assert_array_equal(limits.x, [np.nan, np.nan, 4.0])
+    np.testing.assert_array_equal(values.x, [0.5, np.nan, 2.0])
+    np.testing.assert_array_equal(values.error_x.array, [0.1, np.nan, np.nan])
+    assert list(figure.layout.xaxis.range) == [-0.2, 4.2]
+    assert figure.layout.yaxis.autorange == "reversed"
+
+
 def test_a_slider_replaces_data_and_title_and_begins_at_the_end():
     frames = {"0": [{"z": np.zeros((2, 3))}, {"z": np.ones((2, 3))}]}
     frames["9"] = [{"z": np.full((2, 3), 2.0)}, {"z": np.full((2, 3), 3.0)}]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
+from mechinterp.analysis.result import HEADS
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
@@ -36,6 +38,7 @@ class Circuits(Result):
     Otherwise they are of the weights alone, and numbers about x and y are NaN.
     """
 
+    COLUMNS: ClassVar = HEADS
     QK: Float[np.ndarray, "layer head query key"]
     """scale * W_in W_Q W_K^T W_in^T, or without W_in if circuits are of the weights alone. In the first layer, rows of
     the query's y slot have no effect: the slot is 0."""

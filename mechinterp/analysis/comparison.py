@@ -47,6 +47,15 @@ class Comparison(Result):
     curves: tuple[Float[np.ndarray, "_ 2"], ...]
     """Step and eval_loss of each model's history; empty without a history."""
     COLUMNS: ClassVar = {
+        "checkpoint": "Folder or file.",
+        "setting": "Models that differ in nothing but seeds, named by the common start of their names.",
+        "pattern": "Pattern that the heads form together.",
+        "seed": "Seed of the initial weights.",
+        "step": "Number of updates.",
+        "models": "Number of models of the setting with this pattern.",
+        "of": "Number of models of the setting.",
+        "omega_abs": "Mean |omega| of heads that are not dummies, unit 1/x^2.",
+        "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
         "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
         "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts. Unit y^2.",
     }

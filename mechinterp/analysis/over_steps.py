@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,14 +12,7 @@ from plotly.basedatatypes import BaseTraceType
 
 from mechinterp import figures
 from mechinterp.analysis.registry import Model, analysis_of, run_analysis
-from mechinterp.analysis.result import (
-    Finding,
-    Table,
-    figures_of,
-    meanings,
-    tables_of,
-    unit_of,
-)
+from mechinterp.analysis.result import Finding, Table, figures_of, known, tables_of
 from mechinterp.config import TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts
@@ -47,6 +41,7 @@ class OverSteps(Result):
     """Number of updates."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history; no rows without one."""
+    COLUMNS: ClassVar = {"headline": "Result at the step in a few words."}
 
     def __repr__(self) -> str:
         ends = [f"step {self.step[row]:,}{self._told(row, ' ')}" for row in (0, -1)]
@@ -95,7 +90,8 @@ class OverSteps(Result):
         last = next(iter(tables_of(self.analysis, self.results[-1]).values()))
         title = f"{last.title or self.analysis.capitalize()} at the saved steps"
         name = f"{self.analysis.replace('-', '_')}_over_steps"
-        return {name: Table(self.to_frame(), title, quiet=last.quiet)}
+        meanings = {**last.known, **known(self)}
+        return {name: Table(self.to_frame(), title, quiet=last.quiet, known=meanings)}
 
     def figures(self) -> dict[str, go.Figure]:
         """Figures of the analysis with a slider, or else curves; first the loss, if there are
@@ -127,7 +123,7 @@ class OverSteps(Result):
         for name, rows in every.groupby("name", sort=False):
             values = rows.drop_duplicates("step").set_index("step")[shown].reindex(self.step)
             curves[str(name)] = tuple(values.to_numpy(dtype=np.float64).T)
-        unit = unit_of(meanings(self, [column]).get(column, ""))
+        unit = next(iter(self.tables().values())).units.get(column, "")
         return figures.lines(
             self._places(self.step),
             {name: each if len(each) > 1 else each[0] for name, each in curves.items()},

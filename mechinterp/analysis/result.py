@@ -4,24 +4,25 @@ and unit of the columns of their tables.
 A result has a repr, `to_frame` and `plot`. These optional methods replace the defaults:
 `sentences()`, a list; `tables()` and `figures()`, by name; `to_document()`, the fields of its JSON
 document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
-results; `switches()`, numbers for switches of the heads; `headline`, the result in a few words, for tables and titles over training. Meanings are
-read from the docstrings of its fields and properties, and from its `COLUMNS`.
+results; `switches()`, numbers for switches of the heads; `headline`, the result in a few words, for tables and titles over training.
+
+Meaning and unit of a column belong to the class whose table it is: they are read from its `COLUMNS` and from the docstrings
+of its fields and properties. No name has a meaning of its own. A table may take those of other classes, `Table(known=...)`.
 """
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from inspect import getsource
 from itertools import pairwise
 from textwrap import dedent
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from mechinterp.analysis.labels import TEXTS
 from mechinterp.analysis.number_format import LEAST_P, digits
 
 T = TypeVar("T")
@@ -53,6 +54,19 @@ class Table:
     cases."""
     least_p: float = LEAST_P
     """Smallest p-value that can be resolved."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Meanings by name, for all or some of the columns; none: those of the result."""
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """Meanings of the columns; a column without one is left out."""
+        named = {str(column): _meaning(str(column), self.known) for column in self.frame.columns}
+        return {name: meaning for name, meaning in named.items() if meaning}
+
+    @property
+    def units(self) -> dict[str, str]:
+        """Units of the columns; empty for a column without one."""
+        return {name: unit_of(meaning) for name, meaning in self.meanings.items()}
 
 
 @dataclass(frozen=True)
@@ -94,9 +108,10 @@ def sentences_of(result: Finding) -> list[str]:
 
 
 def tables_of(name: str, result: Finding) -> dict[str, Table]:
-    """Tables of a result; by default `to_frame()`."""
+    """Tables of a result, with the meanings of their columns; by default `to_frame()`."""
     tables = _own(result, "tables", lambda: {name.replace("-", "_"): result.to_frame()})
-    return {key: t if isinstance(t, Table) else Table(t) for key, t in tables.items()}
+    tables = {key: t if isinstance(t, Table) else Table(t) for key, t in tables.items()}
+    return {key: replace(t, known=t.known or known(result)) for key, t in tables.items()}
 
 
 def figures_of(name: str, result: Finding) -> dict[str, go.Figure]:
@@ -126,28 +141,27 @@ def _own(result: Finding, method: str, otherwise: Callable[[], T]) -> T:
 
 
 METRIC_UNIT = "unit of the metric"
-UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y)\b")
+HEADS = {"layer": "Number of the layer, from 0.", "head": "Number of the head, from 0."}
+"""Meanings of the columns that name a head, for the `COLUMNS` of results with a row per head."""
+UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y\b)")
 
 
-def meanings(result: object, columns: Iterable[object]) -> dict[str, str]:
-    """Meanings of the columns of a result's tables; columns without a field of that name are left
-    out.
+def known(*results: object) -> dict[str, str]:
+    """Meanings that the classes of these results give to columns, those of the first result first.
 
-    A column `mu_0` is an entry of the field `mu`. A column `rise_sem` without a docstring is the
-    standard error of `rise`. "unit of the metric" stands for the field `unit` of the result.
+    "unit of the metric" stands for the field `unit` of the result.
 
     Example:
         >>> from mechinterp.analysis.ablation.ablate import Ablation
-        >>> meanings(Ablation, ["head", "interaction_sem"])["head"]
+        >>> known(Ablation)["head"]
         'Number of the head, from 0.'
     """
-    known = dict(TEXTS["columns"])
-    for each in reversed(list(_results(result))):
+    texts: dict[str, str] = {}
+    for each in reversed(results):
         unit = f"unit {each.unit}".replace("²", "^2") if getattr(each, "unit", "") else METRIC_UNIT
-        texts = docstrings(each if isinstance(each, type) else type(each))
-        known |= {name: text.replace(METRIC_UNIT, unit) for name, text in texts.items()}
-    named = {str(column): _meaning(str(column), known) for column in columns}
-    return {name: meaning for name, meaning in named.items() if meaning}
+        own = docstrings(each if isinstance(each, type) else type(each))
+        texts |= {name: text.replace(METRIC_UNIT, unit) for name, text in own.items()}
+    return texts
 
 
 def unit_of(meaning: str) -> str:
@@ -156,6 +170,8 @@ def unit_of(meaning: str) -> str:
     Example:
         >>> unit_of("Fall of the risk, unit y^2."), unit_of("Share.")
         ('y²', '')
+        >>> unit_of("Largest entry, unit 1/(x y).")
+        '1/(x y)'
     """
     unit = UNIT.search(meaning)
     return unit[1].replace("^2", "²") if unit else ""
@@ -163,41 +179,27 @@ def unit_of(meaning: str) -> str:
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """Docstrings of the fields and properties of a class and its bases, and its `COLUMNS`."""
+    """Docstrings of the fields and properties of a class and its bases; its `COLUMNS` come first."""
     texts: dict[str, str] = {}
     for each in reversed(cls.__mro__[:-1]):
         texts |= {
             n: v.__doc__ for n, v in vars(each).items() if isinstance(v, property) and v.__doc__
         }
+        texts |= _of_fields(each) if is_dataclass(each) else {}
         texts |= vars(each).get("COLUMNS", {})
-        if not is_dataclass(each):
-            continue
-        try:
-            body = ast.parse(dedent(getsource(each))).body[0].body  # type: ignore[attr-defined]
-        except OSError:  # docstrings of fields need the source of the class
-            continue
-        for stated, text in pairwise(body):
-            if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[stated.target.id] = text.value.value  # type: ignore[union-attr,attr-defined]
     return {name: " ".join(text.replace("`", "").split()) for name, text in texts.items()}
 
 
-def _results(result: Any) -> Iterator[Any]:
-    """A result and the results inside it, one of each class."""
-    if isinstance(result, type):
-        yield result
-        return
-    if isinstance(result, Mapping):
-        result = tuple(result.values())
-    if isinstance(result, tuple):
-        for each in {type(each): each for each in result}.values():
-            yield from _results(each)
-        return
-    if not is_dataclass(result):
-        return
-    yield result
-    for each in fields(result):
-        yield from _results(getattr(result, each.name))
+def _of_fields(cls: type) -> dict[str, str]:
+    try:
+        body = ast.parse(dedent(getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    except OSError:  # docstrings of fields need the source of the class
+        return {}
+    return {
+        stated.target.id: text.value.value  # type: ignore[union-attr,attr-defined]
+        for stated, text in pairwise(body)
+        if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 def _meaning(column: str, known: Mapping[str, str]) -> str:

@@ -31,7 +31,6 @@ from mechinterp.analysis.result import (
     Finding,
     Table,
     figures_of,
-    meanings,
     sentences_of,
     tables_of,
 )
@@ -393,14 +392,12 @@ def section_of(
     sentences = [text for text in sentences_of(result) if text not in shown]
     text = " ".join(sentences)
     tables = tables_of(name, result)
-    columns = [column for table in tables.values() for column in table.frame.columns]
     return Section(
         analysis.title or name.replace("-", " ").capitalize(),
         f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", ".")) else "."),
         " ".join(filter(None, (f"Analysis {name}:", analysis.described.replace("`", ""), prompts))),
         {key: _ready(figure, name) for key, figure in figures_of(name, result).items()},
         tables,
-        meanings(result, columns),
         switches=result.switches() if hasattr(result, "switches") else None,
     )
 

@@ -41,8 +41,6 @@ class Section:
     """Figures by name; figures with frames share one slider. The first is shown, the others unfold."""
     tables: Mapping[str, Table] = field(default_factory=dict)
     """Tables by name, each also written as <name>.csv. A table with at most `LONGEST_TABLE` rows is on the page."""
-    meanings: Mapping[str, str] = field(default_factory=dict)
-    """Meanings of the tables' columns."""
     cards: tuple[Card, ...] = ()
     legend: str = ""
     """Explanation of the bands beside numbers."""
@@ -52,6 +50,12 @@ class Section:
     """Addresses of pages, by checkpoint."""
     unfolded: bool = False
     """True: every table is shown, and may have 1000 rows."""
+
+    @property
+    def meanings(self) -> list[tuple[str, str]]:
+        """Columns with their meanings; a column that has two meanings in two tables comes twice."""
+        pairs = (pair for table in self.tables.values() for pair in table.meanings.items())
+        return list(dict.fromkeys(pairs))
 
     @property
     def longest_table(self) -> int:

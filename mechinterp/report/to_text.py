@@ -6,7 +6,7 @@ import pandas as pd
 
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.number_format import digits
-from mechinterp.analysis.result import Finding, Table, meanings, sentences_of, tables_of, unit_of
+from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
 from mechinterp.report.text import ROWS, frame_text, wrapped
 
 HEADS = 8
@@ -23,13 +23,12 @@ def to_text(name: str, result: Finding, *, wide: bool = False) -> str:
     tables = tables_of(name, result)
     for table in tables.values():
         if (table.brief or wide) and len(table.frame):
-            blocks += _blocks(table, result, wide=wide, titled=len(tables) > 1 or bool(table.per))
+            blocks += _blocks(table, wide=wide, titled=len(tables) > 1 or bool(table.per))
     return "\n".join(blocks)
 
 
-def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Iterator[str]:
+def _blocks(table: Table, *, wide: bool, titled: bool) -> Iterator[str]:
     """The table, or one table per value of its column `per`; several tables have titles."""
-    units = {name: unit_of(text) for name, text in meanings(result, table.frame.columns).items()}
     for value, frame in _parts(table):
         title, shown = table.title, frame.dropna(axis=1, how="all") if table.per else frame
         if not wide:
@@ -40,7 +39,7 @@ def _blocks(table: Table, result: Finding, *, wide: bool, titled: bool) -> Itera
             title += f", largest {table.by.replace('_', ' ')} first"
         if titled:
             yield wrapped(f"\n{title}{f': {value}' if value else ''}")
-        yield frame_text(shown, units, wide=wide, least_p=table.least_p)
+        yield frame_text(shown, table.units, wide=wide, least_p=table.least_p)
 
 
 def _parts(table: Table) -> list[tuple[str, pd.DataFrame]]:

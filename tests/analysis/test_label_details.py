@@ -371,3 +371,18 @@ def test_p_values_of_random_weights_are_uniform():
         if name != "zero_sum":  # it is exactly 1 for half of the models, whose p is 1
             assert np.mean(found) == pytest.approx(0.5, abs=0.07), name
         assert np.mean(np.array(found) <= 0.1) == pytest.approx(0.1, abs=0.06), name
+
+
+def test_the_figure_of_a_label_shows_its_evidence_beside_limits_and_ranges():
+    found = classify(pair())
+    frame = found.evidence_frame().set_index("evidence")
+    shown = frame[(frame.limit != "") | (frame.random_weights != "")]
+    ranges, limits, values = found.figures()["evidence"].data
+    assert list(values.y) == list(shown.index)
+    np.testing.assert_array_equal(values.x, shown.value)
+    assert {"omega_spread", "substitution_r2", "task_r2"} <= set(values.y)
+    texts = ["" if np.isnan(limit) else f"{limit:g}" for limit in limits.x]
+    assert texts == [limit.lstrip("≤≥ ") for limit in shown.limit]
+    low, high = found.random_ranges["task_r2"]
+    place = list(ranges.y).index("task_r2")
+    assert list(ranges.x[place : place + 2]) == [low, high]

@@ -12,7 +12,7 @@ from mechinterp import load
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.contrasts import Mask
 from mechinterp.analysis.ablation.measured import masked_errors, values_under
-from mechinterp.analysis.result import meanings, unit_of
+from mechinterp.analysis.result import tables_of
 from mechinterp.icl import dmmse
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, draw_prompts
@@ -174,8 +174,8 @@ def test_a_metric_of_ones_own(few):
         rise = distance_to_one(model.predict(few), few) - full.detach()
     assert found.rise[1, 2] == pytest.approx(rise.mean().item(), rel=1e-9)
     assert found.rise_sem[1, 2] == pytest.approx(rise.std().item() / len(few) ** 0.5, rel=1e-9)
-    units = meanings(found, ["rise", "median_rise"])
-    assert [unit_of(text) for text in units.values()] == ["", ""]
+    units = tables_of("ablate", found)["ablation"].units
+    assert (units["rise"], units["median_rise"]) == ("", "")
     assert found.metric == "distance to one"
     assert "distance to one" in found.plot().layout.title.text
     pairs = ablate(model, few, metric=distance_to_one, what="pairs")
@@ -237,7 +237,7 @@ def test_masks_of_mlps_are_hooks_on_what_they_write(make, method, few):
         sem = rise.std().item() / len(few) ** 0.5
         assert found.rise[layer] == pytest.approx(rise.mean().item(), rel=1e-9)
         assert found.rise_sem[layer] == pytest.approx(sem, rel=1e-9)
-    assert unit_of(meanings(found, ["rise"])["rise"]) == "y²"
+    assert tables_of("ablate", found)["mlps"].units["rise"] == "y²"
     assert found.plot().data[0].y.tolist() == found.rise.tolist()
 
 

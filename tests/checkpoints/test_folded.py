@@ -173,6 +173,54 @@ def test_words_are_found_before_layers_are_counted(tmp_path: Path):
     assert "--map" not in assert_refused("word tokens", loaded, tmp_path, state)
 
 
+def of_a_stream(width: int, ends: State) -> State:
+    """One layer of attention between these tensors."""
+    generator = torch.Generator().manual_seed(3)
+    made = {f"layers.0.attn.{x}_proj.weight": torch.randn(width, width, generator=generator) / width for x in "qkvo"}  # fmt: skip
+    return made | ends
+
+
+IN_STREAM = {"n_heads": 2, "score": "softmax", "attend_to_self": True, "model": {"residual": True, "positions": "none"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("d_token", [4, 8])
+def test_an_embedding_that_reads_numbers_is_a_read_in_whatever_its_name(
+    tmp_path: Path, d_token: int
+):
+    """Where both sizes are those of the stream, one output is no word of eight."""
+    ends = {"read_in.weight": torch.randn(8, d_token), "read_out.weight": torch.randn(1, 8)}
+    expected = loaded(tmp_path, of_a_stream(8, ends), **IN_STREAM)
+    renamed = {"token_embedding.weight": ends["read_in.weight"], "head.weight": ends["read_out.weight"]}  # fmt: skip
+    actual = loaded(tmp_path, of_a_stream(8, renamed), **IN_STREAM)
+    assert actual.task.d_x == d_token - 1
+    prompts = draw_prompts(expected.task, 32)
+    torch.testing.assert_close(
+        predictor_of(actual.weights).predict(prompts),
+        predictor_of(expected.weights).predict(prompts),
+    )
+
+
+def test_a_table_with_an_output_for_each_row_is_one_of_words(tmp_path: Path):
+    for n_words in (8, 50):
+        ends = {"tok_emb.weight": torch.randn(n_words, 8), "head.weight": torch.randn(n_words, 8)}
+        refused = assert_refused("word tokens", loaded, tmp_path, of_a_stream(8, ends), n_heads=2)
+        assert "--map" not in refused
+
+
+def test_a_table_of_words_beside_a_read_in_is_named_as_unused(tmp_path: Path):
+    ends = {"read_in.weight": torch.randn(8, 4), "read_out.weight": torch.randn(1, 8)}
+    state = of_a_stream(8, ends)
+    expected = loaded(tmp_path, state, **IN_STREAM)
+    actual = loaded(tmp_path, state | {"wte.weight": torch.randn(50, 8)}, **IN_STREAM)
+    assert actual.assumed["unused"] == ["wte.weight"]
+    assert "unused" not in expected.assumed
+    prompts = draw_prompts(expected.task, 32)
+    torch.testing.assert_close(
+        predictor_of(actual.weights).predict(prompts),
+        predictor_of(expected.weights).predict(prompts),
+    )
+
+
 def test_no_known_name_is_offered_where_no_matrix_of_attention_is_left(tmp_path: Path):
     mlp = {"mlp.W_in": torch.randn(8, 3), "mlp.W_out": torch.randn(3, 8), "mlp.basis": torch.eye(3)}
     refused = assert_refused("mlp.basis", loaded, tmp_path, mlp)

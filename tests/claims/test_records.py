@@ -16,7 +16,7 @@ from analyses.lib.records import CLAIMS, PAPERS, Record, all_records, claims, di
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 HASHES = {
-    "softmax": "bf7917f863413d080f4ccc14f16c40453fa7d8d8def012ddc9c10e965cbe8dbf",
+    "softmax": "73cacd769ba9068580741fd0d3a2b113ebdda3401faa8847e69504effc845d06",
     "linear": "ef20d5b4a7b3481eaebdba3125417e4b9eea9d4337eaaa37cfa2bf873248cedc",
     "sparse": "e24bca975e89d56c81281a7fe676d7cfba8fba3854832421fe87e31c964e4f83",
 }

@@ -88,8 +88,7 @@ def require_forms(name: str, checkpoint: Model, found: object, *, drawn: bool = 
     assert page("name", "about", "verdict", [section], files=[]).count("<h2>") == 1
     require_copies(found)
     for key, table in section.tables.items():
-        columns = set(map(str, table.frame.columns))
-        assert columns - set(section.meanings) == set(), key
+        assert set(map(str, table.frame.columns)) == set(table.meanings), key
     return document
 
 

@@ -23,7 +23,7 @@ from mechinterp.analysis.ablation.measured import (
     values_under,
 )
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.result import HEADS, Table, records, tables_of
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, head_names
@@ -114,8 +114,9 @@ ROWS = {
 class Ablation(Result):
     """What masking costs: weighted sums of a metric under masks, one row per question, on the same prompts."""
 
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = HEADS | {
         "method": '"zero": the output is 0; "mean": its mean over prompts at that position; "resample": its value in another prompt.',
+        "other": "The other head of the pair.",
         "block": "Number of the block, from 0.",
         "kept": "Heads that are not masked.",
         "n_kept": "Number of heads that are not masked.",
@@ -319,7 +320,7 @@ class Ablation(Result):
             name: table
             for kind in ("shapley", "subsets")
             if kind in self.others
-            for name, table in self.others[kind].tables().items()
+            for name, table in tables_of(kind, self.others[kind]).items()
         }
         return {"ablation": own, "layers": layers, **further}
 

@@ -17,7 +17,7 @@ from mechinterp.analysis.ablation.contrasts import Mask, heads_alone, rise
 from mechinterp.analysis.ablation.measured import EXCESS, estimated
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.probing.linear import cross_validated
-from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.result import HEADS, Table, records
 from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
 from mechinterp.checkpoints.load import load
@@ -118,7 +118,7 @@ class Refit:
 class Pruning(Result):
     """Cost of masking the heads that a rule drops, on prompts that did not choose them; nothing is retrained."""
 
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = HEADS | {
         "refit_risk": "Excess risk with a new read-out, a cross-validated ridge regression on the stream at the query, unit y^2.",
         "refit_ratio": "Risk with a new read-out divided by the risk of the unchanged full model.",
         "model": "The full or the pruned model.",

@@ -76,6 +76,8 @@ class PriorComparison(Result):
     """
 
     COLUMNS: ClassVar = {
+        "tasks": "Tasks of the prompts: those of the pool, or new ones.",
+        "context_length": "Number of pairs before the query.",
         "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x, unit y^2.",
         "distance_ridge": "Mean of |f - ridge|^2 / d_x, unit y^2.",
         "relative": "distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge.",

@@ -27,7 +27,7 @@ from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
 from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
-from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.result import HEADS, Table, records, tables_of
 from mechinterp.analysis.stats import best_factor
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names, with_sem
@@ -58,7 +58,9 @@ class LayeredClassification(Classified):
     """Evidence for the label of several layers; None for a single layer."""
     heads: Ablation
     """Excess risk of the full model, and its rise when a head is masked."""
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = HEADS | {
+        "label": "Name of the head: its layer and its number, as in L0H0.",
+        "importance": "Share of the head in the rises of its layer, negative rises counted as 0.",
         "rise": "Excess risk with the head masked minus that of the full model, unit y^2.",
         "rise_sem": "Standard error of rise, paired over prompts.",
     }
@@ -147,7 +149,7 @@ class LayeredClassification(Classified):
             by="rise",
             quiet=("label",),
         )
-        own = {} if self.algorithm is None else self.algorithm.tables()
+        own = {} if self.algorithm is None else tables_of("name-algorithm", self.algorithm)
         return {"classify": heads, **own}
 
     def figures(self) -> dict[str, go.Figure]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import Table
+from mechinterp.analysis.result import HEADS, Table
 from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
@@ -56,7 +56,10 @@ class AttentionPatterns(Result):
     distribution."""
     entropy_sem: Float[np.ndarray, "layer head"]
     """Standard error of `entropy` over prompts."""
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = HEADS | {
+        "prompt": "Number of the prompt, from 0.",
+        "key": "Number of the token, from 0.",
+        "attention": "Attention weight of the query on the token.",
         "entropy": "Mean over prompts of the entropy of the head's weights, -Σ p log p, in nats; NaN for weights that are no distribution.",
         "entropy_sem": "Standard error of entropy over prompts.",
     }

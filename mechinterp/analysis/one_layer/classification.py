@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales, require_text
-from mechinterp.analysis.result import Band, Card, Table
+from mechinterp.analysis.result import HEADS, Band, Card, Table, docstrings
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
@@ -47,6 +47,18 @@ class Classification(Evidence, Classified):
     heads_title: ClassVar = f"""Heads: share = part of the output; a head multiplies x·x by omega and y by mu
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
+    COLUMNS: ClassVar = HEADS | {
+        "label": "Kind of head: signs of omega and mu, or why the head has none.",
+        **{name: docstrings(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        "evidence": "Name of the measured number.",
+        "value": "The number.",
+        "sem": "Standard error of the number over prompts.",
+        "limit": "Limit of the number for the label.",
+        "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
+        "p_value": "Fraction of models with random initial weights that reach the number.",
+        "how": "How the number is computed.",
+    }
+    """Meanings of the columns that are no field."""
     checks: tuple[Check, ...]
     """Numbers that decided the label, with their limits; the first broken limit makes a model `undetermined`."""
     labels: tuple[str, ...]
@@ -175,8 +187,8 @@ class Classification(Evidence, Classified):
         }
 
     def figures(self) -> dict[str, go.Figure]:
-        """Heads in the plane of omega and mu."""
-        return {"heads": self.plot()}
+        """The evidence."""
+        return {"evidence": self.plot()}
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -199,22 +211,29 @@ class Classification(Evidence, Classified):
         limits = {each.name: each.bound for each in self.checks}
         for name in self.compared:
             require_text(name)
-        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
-        numbers = {name: known[name] for name in TEXTS["numbers"] if known.get(name) is not None}
         rows = [
             {
-                "evidence": name if np.ndim(values) == 0 else f"{name}_{n}",
+                "evidence": column,
                 "value": value,
-                "sem": known.get(f"{name}_sem", np.nan),
+                "sem": sem,
                 "limit": limits.get(name, ""),
                 "random_weights": self._band(name, value) or "",
                 "p_value": self.p_values.get(name, np.nan),
                 "how": TEXTS["numbers"][name],
             }
-            for name, values in numbers.items()
-            for n, value in enumerate(np.ravel(values).tolist())
+            for name, column, value, sem in self._numbers()
         ]
         return pd.DataFrame(rows)
+
+    def _numbers(self) -> Iterator[tuple[str, str, float, float]]:
+        """Name, name of the entry, value and standard error of each number behind the pattern."""
+        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
+        for name in TEXTS["numbers"]:
+            values = known.get(name)
+            if values is not None:
+                sem = known.get(f"{name}_sem", np.nan)
+                for n, value in enumerate(np.ravel(values).tolist()):
+                    yield name, name if np.ndim(values) == 0 else f"{name}_{n}", value, sem
 
     def cards(self) -> list[Card]:
         """One card per head: its numbers of which heads with random weights have a range."""
@@ -251,16 +270,20 @@ class Classification(Evidence, Classified):
         return self.document(heads, self.evidence)
 
     def plot(self) -> go.Figure:
-        """Heads in the plane of omega and mu."""
-        points = np.column_stack([self.omega_form, self.circuits.mu[0].mean(1)])[..., None]
-        heads = enumerate(zip(self.labels, points, strict=True))
-        return figures.runs(
-            {f"head {n}: {label}": {f"head {n}": tuple(point)} for n, (label, point) in heads},
-            title=f"Heads: {self.label}",
-            x_title="omega (1/x²)",
-            y_title="mu",
-            markers=True,
-        )
+        """Numbers behind the label, beside their limits and their ranges under random weights."""
+        limits = {each.name: each.limit for each in self.checks}
+        numbers, ranges, bounds = {}, {}, {}
+        for name, column, value, sem in self._numbers():
+            band = self._band(name, value)
+            if band is None and name not in limits:
+                continue
+            numbers[column] = (value, sem)
+            if band is not None:
+                ranges[column] = (band.low, band.high)
+            if name in limits:
+                bounds[column] = limits[name]
+        title, random = f"Evidence: {self.label}", "random weights, 5% to 95%"
+        return figures.beside_ranges(numbers, ranges, bounds, title=title, range_name=random)
 
 
 def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:

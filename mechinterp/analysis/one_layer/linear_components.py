@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.result import Table
+from mechinterp.analysis.result import HEADS, Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
@@ -109,7 +109,10 @@ class LinearComponents(Result):
     """Eigenvalues of the covariance of x, in the order of learning; unit x^2."""
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned, unit y^2."""
-    COLUMNS: ClassVar = {"component": "Principal component of x, 1 for the one learned first."}
+    COLUMNS: ClassVar = {
+        "head": HEADS["head"],
+        "component": "Principal component of x, 1 for the one learned first.",
+    }
 
     def __repr__(self) -> str:
         return f"LinearComponents({self.headline})"

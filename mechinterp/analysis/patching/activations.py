@@ -6,6 +6,7 @@ the positions are those of the activations.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from mechinterp.analysis.patching.pairing import (
     output_metric,
     put,
 )
+from mechinterp.analysis.result import HEADS
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
@@ -43,6 +45,9 @@ N_PROMPTS = 64
 class PatchedActivations(Result):
     """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
+    COLUMNS: ClassVar = HEADS | {
+        "pos": "Position of the activation, from 0; the last is the query's."
+    }
     activation: str
     """Name of the patched activation: the residual stream, an output added to it, or a part of each head."""
     effect: Float[np.ndarray, "layer pos *head"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -54,6 +54,10 @@ ROWS = 256
 class EdgeEffects(Result):
     """Effects of edges: change of the prediction that one node causes through another."""
 
+    COLUMNS: ClassVar = {
+        "from": "Node that writes: the input, a head or an MLP.",
+        "to": "Node that reads: the query, key or value of a head, an MLP or the output.",
+    }
     ig_steps: int
     """Number of points between the corrupted and the clean prompts at which gradients are taken."""
     senders: tuple[str, ...]

@@ -6,6 +6,7 @@ on the raw x. The step size is 1 / lambda_max of each prompt for every curve, so
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,7 @@ class DescentCurves(Result):
     """Excess risk of gradient descent on several kinds of features of the same prompts, step by
     step."""
 
+    COLUMNS: ClassVar = {"step": "Number of steps of gradient descent on the features."}
     features: tuple[str, ...]
     """Names of the features."""
     risk: Float[np.ndarray, "features step"]

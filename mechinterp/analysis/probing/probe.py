@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ from mechinterp.analysis.probing.targets import (
     named_targets,
     values_of,
 )
-from mechinterp.analysis.result import Table, records
+from mechinterp.analysis.result import Table, known, records, tables_of
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -38,6 +39,11 @@ class LayerProbes(Result):
 
     Row k is the stream before layer k, counted from 0; the last row is the stream after the last layer."""
 
+    COLUMNS: ClassVar = {
+        "target": "Target of the probe.",
+        "layer": "Number of the layer before which the stream is read, from 0; the number of layers is the end.",
+        "pos": "Position of the target in the prompt, from 0; the last position is the query's.",
+    }
     positions: tuple[int, ...]
     """Positions in the prompt, from 0; the last position is the query's."""
     risk: Float[np.ndarray, "layer pos"]
@@ -117,9 +123,11 @@ class Probing(Result):
         """One table per target, then the read-outs."""
         title = "Read from the stream at the query; control r2: probe fitted to targets of other prompts"
         quiet = ("pos", "penalty")
-        probes = Table(self.to_frame(), title, per="target", quiet=quiet)
+        probes = Table(
+            self.to_frame(), title, per="target", quiet=quiet, known=known(self, LayerProbes)
+        )
         tables = {"probes": probes} if self.probes else {}
-        return tables | (self.read_out.tables() if self.read_out else {})
+        return tables | (tables_of(READ_OUT, self.read_out) if self.read_out else {})
 
     def figures(self) -> dict[str, go.Figure]:
         """R² of all probes, the excess risk of the probe of y, and R² of the read-outs."""

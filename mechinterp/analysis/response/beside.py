@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.response.projection import Sample
+from mechinterp.analysis.response.projection import PromptArrays
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import dmmse, ridge
 from mechinterp.icl.prompts import Prompts
@@ -83,7 +83,7 @@ def _is_ridge(law: TaskConfig) -> bool:
 
 
 def learners_beside(
-    sample: Sample, knots: Float[np.ndarray, " knot"], law: TaskConfig | None, n_steps: int
+    sample: PromptArrays, knots: Float[np.ndarray, " knot"], law: TaskConfig | None, n_steps: int
 ) -> pd.DataFrame:
     """Filters at the knots of ridge regression at the task's penalty, unless it is the Bayes learner itself, and of the best
     descent of n steps.

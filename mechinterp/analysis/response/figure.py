@@ -22,7 +22,7 @@ LEAST_MISMATCH, MOST_MISMATCH = 1e-6, 1.0
 ROW = 240
 """Height of a row of panels, in pixels."""
 MODEL, BAYES = figures.COLORS[0], figures.QUIET_COLOR
-BESIDE = (figures.COLORS[4], figures.COLORS[2])
+BESIDE_COLORS = (figures.COLORS[4], figures.COLORS[2])
 """Colours of the learners beside the model."""
 
 
@@ -60,19 +60,39 @@ def _filter(figure: go.Figure, found: Frames, row: int, column: int, *, first: b
     bayes = frame.bayes.notna().any()
     if bayes:
         figure.add_scatter(
-            x=frame.s, y=_positive(frame.bayes), name="Bayes", mode="lines", legendgroup="Bayes",
-            showlegend=first, line={"color": BAYES, "dash": "dash"}, **place,
-        )  # fmt: skip
-    for color, (name, rows) in zip(BESIDE, beside.groupby("learner", sort=False), strict=False):
+            x=frame.s,
+            y=_positive(frame.bayes),
+            name="Bayes",
+            mode="lines",
+            legendgroup="Bayes",
+            showlegend=first,
+            line={"color": BAYES, "dash": "dash"},
+            **place,
+        )
+    for color, (name, rows) in zip(
+        BESIDE_COLORS, beside.groupby("learner", sort=False), strict=False
+    ):
         figure.add_scatter(
-            x=rows.s, y=_positive(rows.phi), name=str(name), mode="lines", legendgroup=str(name),
-            showlegend=first, line={"color": color, "dash": "dot"}, **place,
-        )  # fmt: skip
+            x=rows.s,
+            y=_positive(rows.phi),
+            name=str(name),
+            mode="lines",
+            legendgroup=str(name),
+            showlegend=first,
+            line={"color": color, "dash": "dot"},
+            **place,
+        )
     figure.add_scatter(
-        x=frame.s, y=_positive(frame.phi), name="model", mode="lines+markers", legendgroup="model",
+        x=frame.s,
+        y=_positive(frame.phi),
+        name="model",
+        mode="lines+markers",
+        legendgroup="model",
         error_y={"type": "data", "array": frame.phi_sem, "thickness": 1},
-        showlegend=first, line={"color": MODEL}, **place,
-    )  # fmt: skip
+        showlegend=first,
+        line={"color": MODEL},
+        **place,
+    )
     figure.update_xaxes(type="log", dtick="D2", title_text="eigenvalue s of XᵀX/L", **place)
     figure.update_yaxes(type="log", dtick="D2", title_text="filter φ(s)", **place)
 
@@ -82,10 +102,16 @@ def _position(figure: go.Figure, found: Frames, row: int, column: int, *, first:
     frame = found.of_output(found.position)
     place = {"row": row, "col": column}
     figure.add_scatter(
-        x=frame.age, y=frame.weight, mode="markers", marker={"color": MODEL, "size": 5},
+        x=frame.age,
+        y=frame.weight,
+        mode="markers",
+        marker={"color": MODEL, "size": 5},
         error_y={"type": "data", "array": frame.weight_sem, "thickness": 1},
-        name="model", legendgroup="model", showlegend=False, **place,
-    )  # fmt: skip
+        name="model",
+        legendgroup="model",
+        showlegend=False,
+        **place,
+    )
     figure.update_xaxes(title_text="age of the pair (0 is the last)", **place)
     figure.update_yaxes(title_text="weight per similarity", rangemode="tozero", **place)
 
@@ -133,10 +159,14 @@ def _left(figure: go.Figure, found: Frames, row: int, column: int, *, first: boo
     frame = found.of_output(found.left)
     place = {"row": row, "col": column}
     figure.add_bar(
-        x=frame["columns"], y=np.maximum(frame["left"], LEAST_LEFT), marker_color=MODEL,
+        x=frame["columns"],
+        y=np.maximum(frame["left"], LEAST_LEFT),
+        marker_color=MODEL,
         error_y={"type": "data", "array": frame.left_sem, "thickness": 1},
-        name="part left", showlegend=False, **place,
-    )  # fmt: skip
+        name="part left",
+        showlegend=False,
+        **place,
+    )
     figure.update_yaxes(
         type="log",
         dtick=1,
@@ -147,7 +177,7 @@ def _left(figure: go.Figure, found: Frames, row: int, column: int, *, first: boo
     )
 
 
-def by_layer(found: Frames) -> go.Figure:
+def filter_by_layer(found: Frames) -> go.Figure:
     """Filter after each layer, with a slider."""
     frame = found.of_output(found.filter)
     last = _last_layer(frame)

@@ -1,5 +1,6 @@
 """Frames of numbers that the response of a learner consists of."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,48 @@ from jaxtyping import Float
 
 Estimate = tuple[float, float]
 """Value and standard error."""
+MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "symmetries": {
+        "symmetry": "Change of the prompt that leaves the best answer as it is, or turns its sign.",
+        "mismatch": "E (f - f')^2 / (2 E f^2), f' the prediction after the change that it should follow: 0 if it follows.",
+        "bayes": "Mismatch of the Bayes learner.",
+    },
+    "filter": {
+        "s": "Eigenvalue of X^T X / L, unit x^2.",
+        "phi": "Weight of a direction with this eigenvalue, unit 1/x^2.",
+        "bayes": "Weight that the Bayes learner gives it, unit 1/x^2.",
+        "layer": "Number of the layer after which the filter is measured, from 0.",
+    },
+    "forms": {
+        "form": "Form of the filter.",
+        "left": "Part of the squared predictions that the best filter of this form leaves.",
+    },
+    "position": {
+        "age": "Number of pairs after this one; 0 is the last pair.",
+        "weight": "Weight of the pair per similarity, unit 1/x^2.",
+    },
+    "similarity": {
+        "u": "Similarity of the pair's x and the query's, their scalar product, unit x^2.",
+        "weight": "Weight of the pair, times the number of pairs L.",
+    },
+    "order": {
+        "changed": "Number of the pair that is exchanged for a fresh one, from 0.",
+        "pair": "Number of the pair whose weight changes, from 0.",
+        "size": "L^2 E (change of the weight)^2 / (2 E weight^2).",
+        "slope": "Slope of the change of the weight with <q, x_i> <x_i, x_j> / L^2.",
+    },
+    "left": {
+        "columns": "Columns of the fit; a plus sign adds to those of the rows before.",
+        "left": "Part of the squared predictions that all of these leave.",
+    },
+    "scalars": {
+        "name": "Name of the number.",
+        "value": "The number.",
+        "sem": "Standard error of the number over prompts.",
+    },
+}
+"""Meanings of the columns of each frame."""
+OUTPUT = {"output": "Number of the response, from 0."}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

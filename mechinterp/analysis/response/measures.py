@@ -16,7 +16,7 @@ from mechinterp.analysis.response.frames import Estimate
 from mechinterp.analysis.response.pair_weights import pair_weights, values
 from mechinterp.analysis.response.projection import (
     Projection,
-    Sample,
+    PromptArrays,
     jackknife,
     quantile_knots,
     ratio,
@@ -30,7 +30,7 @@ KNOTS = 10
 """Number of eigenvalues at which the filter is reported."""
 SIMILARITY_KNOTS = 9
 """Number of similarities at which the weight of a pair is reported."""
-STEPS = 6
+MOST_STEPS = 6
 """Largest number of steps of descent among the forms."""
 AGE_BINS = 4
 """Number of hat functions over the positions, and of bins of pairs for the order."""
@@ -55,7 +55,7 @@ class Shrinkage:
     left: Estimate
 
 
-def shrinkage(sample: Sample) -> Shrinkage:
+def shrinkage(sample: PromptArrays) -> Shrinkage:
     """Best a / (s + c), on a grid of c that is refined once around the best one."""
     s = sample.modes.s
 
@@ -103,7 +103,7 @@ def _best_on_grid(at: Callable[[float], Projection], cs: np.ndarray) -> tuple[np
 
 
 def filter_frame(
-    sample: Sample, shrunk: Shrinkage, knots: Float[np.ndarray, " knot"] | None = None
+    sample: PromptArrays, shrunk: Shrinkage, knots: Float[np.ndarray, " knot"] | None = None
 ) -> tuple[pd.DataFrame, Projection]:
     """phi(s) at the knots: a natural cubic spline divided by (s + c)."""
     s = sample.modes.s
@@ -113,7 +113,7 @@ def filter_frame(
     return pd.DataFrame({"s": knots, "phi": phi, "phi_sem": sem}), fit
 
 
-def forms_frame(sample: Sample, shrunk: Shrinkage, free: Projection) -> pd.DataFrame:
+def forms_frame(sample: PromptArrays, shrunk: Shrinkage, free: Projection) -> pd.DataFrame:
     """Part of the squared predictions that each form of the filter leaves.
 
     k steps of gradient descent are a polynomial of degree k - 1 in s, ridge regression is
@@ -121,20 +121,20 @@ def forms_frame(sample: Sample, shrunk: Shrinkage, free: Projection) -> pd.DataF
     """
     s = sample.modes.s
     # Legendre polynomials: the powers of s are nearly dependent.
-    powers = Projection.of_filters(sample, legvander(2 * s / s.max() - 1, STEPS - 1))
-    rows = [(f"{k} step{'s' if k > 1 else ''}", *powers.left(k)) for k in range(1, STEPS + 1)]
+    powers = Projection.of_filters(sample, legvander(2 * s / s.max() - 1, MOST_STEPS - 1))
+    rows = [(f"{k} step{'s' if k > 1 else ''}", *powers.left(k)) for k in range(1, MOST_STEPS + 1)]
     rows += [("a / (s + c)", *shrunk.left), ("free", *free.left())]
     return pd.DataFrame(rows, columns=["form", "left", "left_sem"])
 
 
-def coordinates_of(sample: Sample) -> Float[np.ndarray, "d_x d_x"] | None:
+def coordinates_of(sample: PromptArrays) -> Float[np.ndarray, "d_x d_x"] | None:
     """Square root of the metric on x whose filter leaves least; None if it is that of x itself.
 
     M is fitted in a_j = q^T M x_j / L, and powers of its symmetric part are tried.
     """
     context, d_x = sample.x.shape[1:]
 
-    def columns(part: Sample) -> np.ndarray:
+    def columns(part: PromptArrays) -> np.ndarray:
         products = np.einsum("ni,nlj->nlij", part.x_query, part.x)
         return products.reshape(len(part), context, d_x * d_x) / context
 
@@ -151,14 +151,14 @@ def coordinates_of(sample: Sample) -> Float[np.ndarray, "d_x d_x"] | None:
     return vectors * scale ** (best / 2) @ vectors.T if best else None
 
 
-def in_coordinates(sample: Sample, root: Float[np.ndarray, "d_x d_x"]) -> Sample:
+def in_coordinates(sample: PromptArrays, root: Float[np.ndarray, "d_x d_x"]) -> PromptArrays:
     """The sample with x -> root x, and beta_var in the new unit of x."""
     x = sample.x @ root
     unit = float(np.square(sample.x).sum() / np.square(x).sum())
     return replace(sample, x=x, x_query=sample.x_query @ root, beta_var=sample.beta_var * unit)
 
 
-def position_frame(sample: Sample) -> tuple[pd.DataFrame, Estimate]:
+def position_frame(sample: PromptArrays) -> tuple[pd.DataFrame, Estimate]:
     """Weight of a pair per similarity by its age, and the factor per age of its decay.
 
     c_j = L sum a_j u_j / sum u_j^2 with u_j = <q, x_j>; alpha from c_j ~ alpha^age.
@@ -182,7 +182,7 @@ def position_frame(sample: Sample) -> tuple[pd.DataFrame, Estimate]:
     return frame.sort_values("age", ignore_index=True), (float(alpha), float(alpha_sem))
 
 
-def similarity_frame(sample: Sample) -> pd.DataFrame:
+def similarity_frame(sample: PromptArrays) -> pd.DataFrame:
     """Weight of a pair, L a_j, as a spline of its similarity u_j = <q, x_j>."""
     u = sample.similarity
     knots = quantile_knots(u, SIMILARITY_KNOTS)
@@ -206,11 +206,11 @@ class Order:
     """Step size of an online learner with these effects, for x of unit variance."""
 
 
-ORDER = ("changed", "pair", "size", "size_sem", "slope", "slope_sem")
+ORDER_COLUMNS = ("changed", "pair", "size", "size_sem", "slope", "slope_sem")
 
 
 def order_of(
-    function: Learner, prompts: Prompts, sample: Sample, root: np.ndarray | None, output: int
+    function: Learner, prompts: Prompts, sample: PromptArrays, root: np.ndarray | None, output: int
 ) -> Order:
     """Effect of a fresh pair i, of the same task vector and noise, on the weight of each pair j.
 
@@ -245,7 +245,7 @@ def order_of(
         along, length = sample.sums(change * product), sample.sums(product**2)
         D, D_sem = jackknife(lambda d, a: context**2 * ratio(d, 2 * a), changes, size)
         C, C_sem = jackknife(ratio, along, length)
-        values_of = dict(zip(ORDER, (i, others, D, D_sem, C, C_sem), strict=True))
+        values_of = dict(zip(ORDER_COLUMNS, (i, others, D, D_sem, C, C_sem), strict=True))
         rows.append(pd.DataFrame(values_of)[others != i])
         shares["later"].append(changes[:, :i].sum(1))
         shares["earlier"].append(changes[:, i + 1 :].sum(1))
@@ -274,7 +274,7 @@ def order_of(
     return Order(frame, mean_size("later"), mean_size("earlier"), (float(eta[0]), float(eta[1])))
 
 
-def _through(sample: Sample, covariate: np.ndarray) -> Float[np.ndarray, "batch context"]:
+def _through(sample: PromptArrays, covariate: np.ndarray) -> Float[np.ndarray, "batch context"]:
     """<q, x_i> <x_i, x_j> for each j."""
     similarity = np.einsum("ni,ni->n", sample.x_query, covariate)
     return similarity[:, None] * np.einsum("ni,nli->nl", covariate, sample.x)
@@ -294,7 +294,7 @@ class Left:
 
 
 def left_of(
-    sample: Sample,
+    sample: PromptArrays,
     shrunk: Shrinkage,
     again: Float[np.ndarray, "batch context"] | None,
     posterior: Float[np.ndarray, " batch"] | None,
@@ -345,14 +345,16 @@ def _centred(gram: np.ndarray, inner: np.ndarray, n: int) -> float:
     return float(-fitted[n] / np.abs(fitted[:n]).mean())
 
 
-def _mean_column(part: Sample) -> Float[np.ndarray, "batch context 1"]:
+def _mean_column(part: PromptArrays) -> Float[np.ndarray, "batch context 1"]:
     """<q, mean(x)> / L for every pair."""
     context = part.x.shape[1]
     mean = np.einsum("ni,ni->n", part.x_query, part.x.mean(1))
     return np.broadcast_to(mean[:, None, None], (len(part), context, 1)) / context
 
 
-def _by_position(part: Sample, basis: np.ndarray) -> Float[np.ndarray, "batch context column"]:
+def _by_position(
+    part: PromptArrays, basis: np.ndarray
+) -> Float[np.ndarray, "batch context column"]:
     """The filter's columns times hat functions over the positions."""
     context = part.x.shape[1]
     ends = np.linspace(0, context - 1, AGE_BINS)
@@ -361,7 +363,7 @@ def _by_position(part: Sample, basis: np.ndarray) -> Float[np.ndarray, "batch co
     return np.einsum("njb,jc->njbc", columns, hats).reshape(len(part), context, -1)
 
 
-def _by_order(part: Sample) -> Float[np.ndarray, "batch context column"]:
+def _by_order(part: PromptArrays) -> Float[np.ndarray, "batch context column"]:
     """<q, x_i> <x_i, x_j> / L^2 summed over pairs i by bins of i and of j."""
     context = part.x.shape[1]
     bins = np.eye(AGE_BINS)[np.arange(context) * AGE_BINS // context]
@@ -371,14 +373,16 @@ def _by_order(part: Sample) -> Float[np.ndarray, "batch context column"]:
     return columns / context**2
 
 
-def _metric(sample: Sample, left: np.ndarray, right: np.ndarray) -> Float[np.ndarray, " batch"]:
+def _metric(
+    sample: PromptArrays, left: np.ndarray, right: np.ndarray
+) -> Float[np.ndarray, " batch"]:
     """Inner product of two weights in the metric of y given x."""
     through = (np.einsum("nli,nl->ni", sample.x, each) for each in (left, right))
     return sample.beta_var * np.multiply(*through).sum(1) + sample.noise_var * (left * right).sum(1)
 
 
 def _with_posterior(
-    sample: Sample, shrunk: Shrinkage, knots: np.ndarray, posterior: np.ndarray
+    sample: PromptArrays, shrunk: Shrinkage, knots: np.ndarray, posterior: np.ndarray
 ) -> Estimate:
     """Part left by the filter and the posterior mean together, fitted to the predictions."""
     modes = sample.modes

@@ -16,9 +16,9 @@ from torch import Tensor
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
-CHUNK = 256
+TOGETHER = 256
 """Number of prompts that run together."""
-STEP = 1e-3
+DIFFERENCE = 1e-3
 """Step of the central differences, in standard deviations of y."""
 
 
@@ -44,15 +44,15 @@ def function_of(source: Source | Learner, layer: int | None = None) -> Learner:
     return one
 
 
-def chunks(prompts: Prompts) -> Iterator[Prompts]:
-    """The prompts in parts of CHUNK."""
-    return (prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK))
+def parts_of(prompts: Prompts) -> Iterator[Prompts]:
+    """The prompts in parts of TOGETHER."""
+    return (prompts[start : start + TOGETHER] for start in range(0, len(prompts), TOGETHER))
 
 
 @torch.no_grad()
 def values(function: Learner, prompts: Prompts, output: int = 0) -> Float[np.ndarray, " batch"]:
     """Predictions of one response, in float64."""
-    parts = [function(part)[:, output] for part in chunks(prompts)]
+    parts = [function(part)[:, output] for part in parts_of(prompts)]
     return torch.cat(parts).double().numpy(force=True)
 
 
@@ -74,9 +74,9 @@ def pair_weights(
         True
     """
     column = output if of is None else of
-    step = STEP * float(prompts.y.std())
+    step = DIFFERENCE * float(prompts.y.std())
     parts = []
-    for part in chunks(prompts):
+    for part in parts_of(prompts):
         exact = _by_autograd(function, part, output)
         parts.append(
             _by_differences(function, part, output, column, step)

@@ -21,7 +21,7 @@ GROUPS = 32
 """Number of groups of prompts. More groups make the errors smoother and cost more."""
 JITTER = 1e-10
 """Relative size of the ridge that keeps the normal equations solvable."""
-Columns = Callable[["Sample"], Float[np.ndarray, "batch context column"]]
+Columns = Callable[["PromptArrays"], Float[np.ndarray, "batch context column"]]
 """Weights A of all columns on a part of the prompts."""
 
 
@@ -30,7 +30,7 @@ class FewPromptsError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class PromptArrays:
     """Prompts as arrays, with the predictions of a learner and the weights of the pairs in them."""
 
     x: Float[np.ndarray, "batch context d_x"]
@@ -54,13 +54,13 @@ class Sample:
     def __len__(self) -> int:
         return len(self.x)
 
-    def rows(self, chosen: np.ndarray) -> "Sample":
+    def rows(self, chosen: np.ndarray) -> "PromptArrays":
         """The chosen prompts."""
         names = ("x", "y", "x_query", "f", "odd", "a", "group")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @cached_property
-    def parts(self) -> list["Sample"]:
+    def parts(self) -> list["PromptArrays"]:
         """The groups of prompts."""
         return [self.rows(self.group == group) for group in np.unique(self.group)]
 
@@ -70,9 +70,9 @@ class Sample:
         return np.einsum("ni,nli->nl", self.x_query, self.x)
 
     @cached_property
-    def modes(self) -> "Modes":
+    def modes(self) -> "Directions":
         """The prompts in the eigenvectors of S = X^T X / L."""
-        return Modes.of(self)
+        return Directions.of(self)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over each group of an array with one row per prompt, [group, ...]."""
@@ -80,7 +80,7 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class Modes:
+class Directions:
     """Eigenvalues s_k of S = X^T X / L, and the query, y and a in its eigenvectors v_k."""
 
     s: Float[np.ndarray, "batch mode"]
@@ -93,7 +93,7 @@ class Modes:
     vectors: Float[np.ndarray, "batch d_x mode"]
 
     @classmethod
-    def of(cls, sample: Sample) -> "Modes":
+    def of(cls, sample: PromptArrays) -> "Directions":
         context = sample.x.shape[1]
         kept = min(sample.x.shape[1:])
         s, vectors = np.linalg.eigh(sample.x.transpose(0, 2, 1) @ sample.x / context)
@@ -111,7 +111,7 @@ class Modes:
         )
 
     def weights(
-        self, sample: Sample, basis: Float[np.ndarray, "batch mode column"]
+        self, sample: PromptArrays, basis: Float[np.ndarray, "batch mode column"]
     ) -> Float[np.ndarray, "batch context column"]:
         """Weights of filters: sum_k basis_k <v_k, q> <v_k, x_j> / L."""
         along = np.einsum("nik,nk,nkb->nib", self.vectors, self.query, basis, optimize=True)
@@ -192,10 +192,10 @@ class Projection:
     """Squares of f."""
 
     @classmethod
-    def of_columns(cls, sample: Sample, columns: Columns) -> "Projection":
+    def of_columns(cls, sample: PromptArrays, columns: Columns) -> "Projection":
         """Projection on columns of weights [batch, context, column], one group of prompts at a time."""
 
-        def of_part(part: Sample) -> Iterator[np.ndarray]:
+        def of_part(part: PromptArrays) -> Iterator[np.ndarray]:
             A = columns(part)
             predicted = (part.y[:, None] @ A)[:, 0]
             if part.by_gradient:
@@ -216,7 +216,7 @@ class Projection:
 
     @classmethod
     def of_filters(
-        cls, sample: Sample, basis: Float[np.ndarray, "batch mode column"]
+        cls, sample: PromptArrays, basis: Float[np.ndarray, "batch mode column"]
     ) -> "Projection":
         """Projection on filters sum_k basis_k <v_k, q> <v_k, x_j> / L, without the weights themselves.
 

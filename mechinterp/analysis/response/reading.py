@@ -21,11 +21,9 @@ FORGETS = 0.1
 """Fall of the weight from the newest to the oldest pair below which age does not matter."""
 ERRORS = 3
 """Number of standard errors of a difference that is stated."""
-KEPT = 0.01
-"""Mismatch below which a symmetry counts as kept."""
 POSTERIOR = 0.5
 """Share of what the filter leaves that the posterior mean of a pool must explain."""
-EVEN = 0.02
+EVEN_SHARE = 0.02
 """Share that does not change its sign with y from which on it is stated."""
 SPARSITY = 0.1
 """A model uses sparsity if its mismatch under a rotation of x is this fraction of the Bayes learner's."""
@@ -150,7 +148,7 @@ def _parts(found: Frames, output: int) -> list[str]:
         parts.append(f"the mean of x is subtracted {with_error(*mean)} times")
     if "even in y" in set(found.scalars.name):
         even = found.scalar("even in y", output)
-        if even[0] > max(EVEN, ERRORS * even[1]):
+        if even[0] > max(EVEN_SHARE, ERRORS * even[1]):
             parts.append(f"{_percent(*even)} does not change its sign with y")
     return parts
 

@@ -14,13 +14,13 @@ from jaxtyping import Float
 
 from mechinterp.analysis.response import figure, measures, reading
 from mechinterp.analysis.response.beside import bayes_of, learners_beside
-from mechinterp.analysis.response.frames import Estimate, Frames
+from mechinterp.analysis.response.frames import MEANINGS, OUTPUT, Estimate, Frames
 from mechinterp.analysis.response.pair_weights import function_of, pair_weights, values
 from mechinterp.analysis.response.projection import (
     GROUPS,
     FewPromptsError,
     Projection,
-    Sample,
+    PromptArrays,
     jackknife,
     solve,
     spline,
@@ -33,7 +33,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
-LEAST_PROMPTS = 2 * GROUPS
+LEAST_DISTINCT = 2 * GROUPS
 """Smallest number of distinct prompts: two in each group of the jackknife."""
 LEAST_EFFECTIVE = 30
 """Smallest effective number of prompts, (sum f^2)^2 / sum f^4. Below it a few prompts decide all numbers."""
@@ -90,7 +90,12 @@ class Response(Frames, Result):
         }
         brief = ("scalars", "forms", "left", "symmetries")
         return {
-            f"response_{name}": Table(getattr(self, name).copy(), title, brief=name in brief)
+            f"response_{name}": Table(
+                getattr(self, name).copy(),
+                title,
+                brief=name in brief,
+                known={**MEANINGS[name], **OUTPUT},
+            )
             for name, title in titles.items()
         }
 
@@ -107,7 +112,7 @@ class Response(Frames, Result):
         """The panels, the filter after each layer with a slider if it was asked for, similarity and symmetries."""
         shown = {"response": self.plot()}
         if "layer" in self.filter:
-            shown["response_layers"] = figure.by_layer(self)
+            shown["response_layers"] = figure.filter_by_layer(self)
         return shown | {
             "response_similarity": figure.similarity(self),
             "response_symmetries": figure.symmetries(self),
@@ -259,9 +264,9 @@ def _groups(prompts: Prompts) -> np.ndarray:
     parts = (prompts.x.flatten(1), prompts.y.flatten(1), prompts.x_query)
     rows = torch.cat([part.double() for part in parts], 1).numpy(force=True)
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    if len(first) < LEAST_PROMPTS:
+    if len(first) < LEAST_DISTINCT:
         raise FewPromptsError(
-            f"response needs {LEAST_PROMPTS} distinct prompts (n_prompts), got {len(first)}."
+            f"response needs {LEAST_DISTINCT} distinct prompts (n_prompts), got {len(first)}."
         )
     place = np.argsort(np.argsort(first))
     return place[inverse.reshape(-1)] % GROUPS
@@ -276,7 +281,9 @@ class _Measured:
     notes: list[str]
 
 
-def _sample(setting: _Setting, function: Learner, output: int, *, weights: bool = True) -> Sample:
+def _sample(
+    setting: _Setting, function: Learner, output: int, *, weights: bool = True
+) -> PromptArrays:
     """Prompts as arrays with the predictions of a function and the weights of the pairs."""
     prompts, law = setting.prompts, setting.law
     y = prompts.y[..., output].double().numpy(force=True)
@@ -286,7 +293,7 @@ def _sample(setting: _Setting, function: Learner, output: int, *, weights: bool 
     noise = 0.0 if law is None else law.noise_var
     x = prompts.x.double().numpy(force=True)
     noise_var = max(noise, LEAST_NOISE * size)
-    return Sample(
+    return PromptArrays(
         x=x,
         y=y,
         x_query=prompts.x_query.double().numpy(force=True),
@@ -344,7 +351,9 @@ def _measured(setting: _Setting, output: int) -> _Measured:
         "forms": measures.forms_frame(sample, shrunk, fit),
         "position": position,
         "similarity": measures.similarity_frame(sample),
-        "order": pd.DataFrame(columns=list(measures.ORDER)) if order is None else order.frame,
+        "order": pd.DataFrame(columns=list(measures.ORDER_COLUMNS))
+        if order is None
+        else order.frame,
         "left": left.frame,
         "scalars": pd.DataFrame(rows, columns=["name", "value", "sem"]),
     }
@@ -382,7 +391,7 @@ def _symmetries(setting: _Setting, output: int) -> pd.DataFrame:
         )
 
 
-def _root(setting: _Setting, sample: Sample, symmetries: pd.DataFrame) -> np.ndarray | None:
+def _root(setting: _Setting, sample: PromptArrays, symmetries: pd.DataFrame) -> np.ndarray | None:
     """Coordinates of x in which the filter is measured."""
     if not isinstance(setting.coordinates, str):
         given = setting.coordinates
@@ -409,7 +418,7 @@ class _Against:
 
 def _against_bayes(
     setting: _Setting,
-    sample: Sample,
+    sample: PromptArrays,
     root: np.ndarray | None,
     knots: np.ndarray,
     fit: Projection,
@@ -449,7 +458,7 @@ def _against_bayes(
 
 
 def _left(
-    setting: _Setting, sample: Sample, shrunk: measures.Shrinkage, output: int
+    setting: _Setting, sample: PromptArrays, shrunk: measures.Shrinkage, output: int
 ) -> measures.Left:
     """Part left as columns are added, in the coordinates of the sample."""
     again, posterior = None, None
@@ -462,7 +471,7 @@ def _left(
 
 
 def _order(
-    setting: _Setting, plain: Sample, root: np.ndarray | None, output: int, notes: list[str]
+    setting: _Setting, plain: PromptArrays, root: np.ndarray | None, output: int, notes: list[str]
 ) -> measures.Order | None:
     """Order of the pairs on a few prompts; None with a note if fresh pairs cannot be made."""
     if setting.prompts.beta is None:
@@ -486,7 +495,7 @@ def _gate(alpha: Estimate, eta: Estimate) -> Estimate:
     return gate, float(np.hypot(alpha[1] / keep, gate * eta[1] / keep))
 
 
-def _cross(setting: _Setting, plain: Sample, output: int) -> Estimate:
+def _cross(setting: _Setting, plain: PromptArrays, output: int) -> Estimate:
     """Part of the squared weights that falls on the other responses' y."""
     others = [n for n in range(setting.prompts.y.shape[2]) if n != output]
     squares = sum(
@@ -499,7 +508,7 @@ def _cross(setting: _Setting, plain: Sample, output: int) -> Estimate:
 
 
 def _disagreement(
-    sample: Sample, fit: Projection, knots: np.ndarray, shrunk: measures.Shrinkage
+    sample: PromptArrays, fit: Projection, knots: np.ndarray, shrunk: measures.Shrinkage
 ) -> Estimate:
     """Root mean square, in standard errors, of the difference between phi by gradients and by predictions."""
     other = Projection.of_filters(

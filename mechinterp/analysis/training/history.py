@@ -10,8 +10,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from mechinterp import figures
+from mechinterp.analysis.circuits import Circuits
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import Table
+from mechinterp.analysis.result import HEADS, Table, docstrings
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
@@ -28,6 +29,9 @@ LOSSES = ("eval_loss", "loss")
 MOST_HEADS = 8
 """Largest number of heads with a curve each; of more heads a curve is the root mean square over a layer."""
 
+NORMS = ("qk_diagonal", "qk_norm", "ov_last_entry", "ov_norm")
+"""Numbers of heads that are those of `circuits`."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class History(Result):
@@ -39,7 +43,11 @@ class History(Result):
     """Data of eval_loss."""
     how: str = ""
     """Sentence with optimiser, step size and logging interval; empty if unknown."""
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = HEADS | {
+        "eval_loss": "Loss on the same data at every step, which training never uses or of which it uses all; unit y^2.",
+        **{name: docstrings(Circuits)[name] for name in NORMS},
+        "omega": "Mean of omega over coordinates, unit 1/x^2.",
+        "mu": "Diagonal of OV on y, mean over responses.",
         "loss": "Mean training loss since the last row, unit y^2; NaN at step 0 and for weights from files.",
         "share": "Standard deviation of the head's output, divided by the sum of these over its layer's heads.",
         "rise": "Rise of the excess risk when the head is masked, unit y^2.",
@@ -100,7 +108,7 @@ class History(Result):
 
     def tables(self) -> dict[str, Table]:
         """The history; a short table has the last steps."""
-        return {"history": Table(self.history, "Logged steps", by="step")}
+        return {"history": Table(self.to_frame(), "Logged steps", by="step")}
 
     def figures(self) -> dict[str, go.Figure]:
         """Losses, then the columns of the heads. Each loss of several layers has a figure of its own, as spikes of the

@@ -73,10 +73,11 @@ def layout_of(tensors: Tensors) -> Layout:
     paths = {piece.path for piece in pieces if piece.part in INNER}
     widths = {n for p in pieces if p.part in INNER and p.kind == "weight" for n in tensors[p.name].shape}  # fmt: skip
     outputs = [p for p in pieces if p.part == "o" and p.kind == "weight" and p.path in paths]
+    n_written = [min(tensors[p.name].shape, default=0) for p in pieces if p.part == "read_out" and p.kind == "weight"]  # fmt: skip
     layers: dict[int, list[Piece]] = {}
     ends: dict[tuple[str, str], Piece] = {}
     for piece in pieces:
-        part = _part_of(piece, tensors, widths)
+        part = _part_of(piece, tensors, widths, n_written)
         if part == "o" and (piece.path not in paths or _is_second(piece, outputs, tensors)):
             part = "read_out"
         if part not in ENDS:
@@ -95,12 +96,15 @@ def layout_of(tensors: Tensors) -> Layout:
     return Layout(tuple(tuple(layers[n]) for n in sorted(layers)), ends, tuple(unknown))
 
 
-def _part_of(piece: Piece, tensors: Tensors, widths: Collection[int]) -> str:
+def _part_of(
+    piece: Piece, tensors: Tensors, widths: Collection[int], n_written: Sequence[int]
+) -> str:
     """Part that a name stands for; shapes decide if the name alone does not.
 
     Args:
         widths: Sizes of the matrices of queries, keys and values, including the width of the
             stream.
+        n_written: Number of outputs of each read-out.
     """
     stem, _, _ = piece.name.rpartition(".")
     weight = tensors.get(f"{stem}.weight", tensors.get(f"{stem}.kernel", tensors[piece.name]))
@@ -109,7 +113,9 @@ def _part_of(piece: Piece, tensors: Tensors, widths: Collection[int]) -> str:
     if piece.part == "words":
         # A table of words is [words, width] without a bias; a layer that reads numbers is [width, entries].
         linear = piece.kind == "bias" or f"{stem}.bias" in tensors or piece.name.endswith(("kernel", ".w"))  # fmt: skip
-        shaped = out in widths and into not in widths and not piece.name.endswith("W_E")
+        # Where both sizes are widths, a model of words writes as many outputs as there are words.
+        fewer = into in widths and any(n < into for n in n_written)
+        shaped = out in widths and (into not in widths or fewer) and not piece.name.endswith("W_E")
         return "read_in" if linear or shaped else "words"
     if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
         width, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
@@ -247,12 +253,14 @@ def _whole_words(name: str) -> re.Pattern[str]:
 
 
 def unused_names(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
-    """Names of the tensors that no reading uses: buffers, and those mapped to `unused`."""
+    """Names of the tensors that no reading uses: buffers, a table of words beside a read-in, and those mapped to `unused`."""
     dropped = [_whole_words(theirs) for theirs, known in names.items() if known == UNUSED]
+    ends = layout_of(tensors).ends
+    tables = [p.name for (part, _), p in ends.items() if part == "words" and ("read_in", "weight") in ends]  # fmt: skip
     return [
         name
         for name, tensor in tensors.items()
-        if is_harmless(name, tensor) or any(each.search(name) for each in dropped)
+        if is_harmless(name, tensor) or name in tables or any(each.search(name) for each in dropped)
     ]
 
 
