@@ -148,5 +148,9 @@ def _samplers(rows: pd.DataFrame) -> str:
 
 
 def devinterp(results: Path) -> str:
-    """The table of samplers for devinterp."""
-    return _samplers(pd.read_csv(results / "known_devinterp_sampler.csv"))
+    """The table of samplers for devinterp, with the bias that theory predicts for each length of run."""
+    rows = pd.read_csv(results / "known_devinterp_sampler.csv")
+    lines = _samplers(rows).split("\n")
+    theory = (rows["theory"] / rows["exact"] - 1).groupby(rows["method"], sort=False).mean()
+    columns = [" Theory of this length |", " --- |", *(f" {bias:+.1%} |" for bias in theory)]
+    return "\n".join(line + cell for line, cell in zip(lines, columns, strict=True))
