@@ -16,7 +16,6 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
 from mechinterp.checkpoints.module_function import HALF
-from mechinterp.checkpoints.module_state import state_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import Predictor, WeightsPredictor
@@ -54,6 +53,9 @@ def proven_weights(module: HookedModule) -> Weights | None:
     """
     if module.hooked.is_hooked:
         return None
+    # A hooked module has loaded TransformerLens; a checkpoint needs its weights alone.
+    from mechinterp.checkpoints.module_state import state_of
+
     with suppress(ValueError):
         recordings = _recordings(module)
         checkpoint = read_proven(state_of(module), recordings, _hints(module))
