@@ -191,10 +191,10 @@ def pruned(case: Case) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def trained_on(case: Case) -> object:
+def trained_on(case: Case) -> list[Path]:
     few = ["train.steps=2", "train.n_eval_prompts=16", "train.batch_size=16"]
     config = mi.override(checkpoint_of(case.source, "start").config, *few, "train.optimizer=adam")
-    return mi.train(config, out=case.folder / "longer", start=case.source)
+    return sorted(mi.train(config, out=case.folder / "longer", start=case.source).path.iterdir())
 
 
 def page(case: Case, write: Callable[..., object]) -> str:
@@ -228,10 +228,10 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
         c.source, c.prompts()[:32], c.prompts(seed=1)[:32]
     ),
     "circuit_faithfulness": lambda c: mi.circuit_faithfulness(
-        c.source, None, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], sizes=[1]
+        c.source, None, c.prompts()[:8], corrupted=c.prompts(seed=1)[:8], sizes=[1]
     ),
     "attribute_edges": lambda c: mi.attribute_edges(
-        c.source, c.prompts()[:4], corrupted=c.prompts(seed=1)[:4], ig_steps=2
+        c.source, c.prompts()[:8], corrupted=c.prompts(seed=1)[:8], ig_steps=2
     ),
     "compare_priors": lambda c: mi.compare_priors(
         c.source, task=c.task, pool=c.pool, **FEW_PROMPTS

@@ -233,7 +233,7 @@ def test_a_compiled_module_is_hooked_without_it(form):
     assert repr(model) == repr(expected)
     torch.testing.assert_close(model.predict(prompts), expected.predict(prompts))
     found, rises = (ablate(each, prompts, what="heads").rise for each in (model, expected))
-    torch.testing.assert_close(*map(torch.from_numpy, (found, rises)))
+    torch.testing.assert_close(*map(torch.tensor, (found, rises)))
     assert (abs(rises) > 0).all()
 
 

@@ -228,8 +228,7 @@ def _lacks(
     name: str, analysis: registry.Analysis, model: Checkpoint | HookedModule
 ) -> tuple[bool, str]:
     """Whether an analysis runs on a model, and what it lacks."""
-    hooked = isinstance(model, HookedModule)
-    if hooked and name in (*OF_STREAM, EDGES):
+    if isinstance(model, HookedModule) and name in (*OF_STREAM, EDGES):
         try:
             _require_stream(model, edges=name == EDGES)
         except ValueError as error:
@@ -238,7 +237,7 @@ def _lacks(
     if analysis.needs(model):
         return True, ""
     lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
-    if hooked and analysis.needs is registry.patterns:
+    if isinstance(model, HookedModule) and analysis.needs is registry.patterns:
         reasons = dict.fromkeys(model.model.unfollowed.values())
         lacks += f" ({next(iter(reasons))})" if reasons else ""
     return False, lacks

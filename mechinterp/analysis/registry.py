@@ -65,7 +65,7 @@ def own_weights(source: Model) -> bool:
 
 def weights_by_name(source: Model) -> bool:
     """True for a model with named weights, or a module whose state dict is read as such and predicts the same."""
-    return own_weights(by_weights(source))
+    return predictor_of(by_weights(source)).weights is not None
 
 
 def patterns(source: Model) -> bool:

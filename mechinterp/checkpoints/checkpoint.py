@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -166,7 +166,8 @@ class CurrentWeights:
         if checkpoint is None:
             raise AttributeError("the field weights has no default")
         stated = vars(checkpoint)["weights"]
-        return checkpoint.predictor.weights if stated is None else stated
+        current: Any = checkpoint.predictor.weights if stated is None else stated
+        return current
 
     def __set__(self, checkpoint: "Checkpoint", weights: Weights) -> None:
         vars(checkpoint)["weights"] = weights

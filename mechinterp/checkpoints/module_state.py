@@ -38,7 +38,7 @@ def state_of(module: HookedModule) -> dict[str, Tensor]:
         if isinstance(
             own.get_submodule(path), nn.MultiheadAttention
         ):  # hooks took out its projection
-            projection = model.blocks[layer].attn.projection
+            projection = model.blocks[layer].get_submodule("attn.projection")
             state |= {f"{path}.out_proj.{n}": t for n, t in projection.state_dict().items()}
     parts = dict(own.named_modules())
     wrapped = [each.name.removesuffix(".weight") for each in weights_of(own)]

@@ -51,6 +51,8 @@ def proven_weights(module: HookedModule) -> Weights | None:
 
     Heads have the module's numbers. They are proven again at each call, so that an edit of the module counts.
     """
+    from mechinterp.checkpoints.module_state import state_of  # imports TransformerLens
+
     if module.hooked.is_hooked:
         return None
     # A hooked module has loaded TransformerLens; a checkpoint needs its weights alone.
@@ -72,7 +74,7 @@ def _recordings(module: HookedModule) -> list[Recording]:
     batches = (
         [drawn, drawn.prefix(task.context_length // 2)] if task.context_length > 3 else [drawn]
     )
-    recordings = []
+    recordings: list[Recording] = []
     for prompts in batches:
         try:
             arrays = (prompts.x, prompts.y, prompts.x_query, module.predict(prompts))
@@ -86,7 +88,7 @@ def _recordings(module: HookedModule) -> list[Recording]:
 
 def _hints(module: HookedModule) -> Hints:
     """Settings that the module and its hooks show: sizes, heads, the score and its scale, and how often layers run."""
-    task, heads = module.task, [block.attn for block in module.model.blocks]
+    task, heads = module.task, [block.get_submodule("attn") for block in module.model.blocks]
     stated = {name: value for name, value in asdict(task).items() if name in task.given}
     runs = len(module.hooked.blocks) // len(set(module.hooked.blocks))
     given: dict = {"model": {"passes": runs}} if runs > 1 else {}
@@ -94,7 +96,7 @@ def _hints(module: HookedModule) -> Hints:
         given["score"] = "softmax"
         if not any(each.turned for each in heads):
             given["scale"] = heads[0].factor
-    sizes = {"d_x": task.d_x, "d_y": task.d_y}
+    sizes: dict = {"d_x": task.d_x, "d_y": task.d_y}
     return Hints(n_heads=module.hooked.n_heads, task=stated | sizes, **sizes, **given)
 
 

@@ -184,7 +184,8 @@ def hook_module(
         _note_sizes(hooked, prompts)
         if position is not None:
             query_positions(hooked, prompts)
-    names = [hooked.model.places[block].output for block in hooked.blocks]
+    model: Any = hooked.model
+    names = [model.places[block].output for block in hooked.blocks]
     return HookedModule(trial.name, task, hooked, tuple(names), law_stated=law_stated)
 
 

@@ -143,10 +143,15 @@ def check(
 
     with about_paths(path, *request.files):
         own = is_own_object(path)
-        model = _own_model(str(path), files) if own else load(path, **dict(files.hints.given))
+        hints: dict = dict(files.hints.given)
+        model = _own_model(str(path), files) if own else load(path, **hints)
         if request.context_length is not None:
             model = model.at_length(request.context_length)
-        drawn_by = {"prompts": request.given, "n_prompts": request.n_prompts, "seed": request.seed}
+        drawn_by: dict = {
+            "prompts": request.given,
+            "n_prompts": request.n_prompts,
+            "seed": request.seed,
+        }
         given = {name: value for name, value in drawn_by.items() if value is not None}
         found = check_model(model, task=files.law, **given)
     document = {

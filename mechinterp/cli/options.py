@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from functools import cached_property, wraps
@@ -97,7 +97,7 @@ def hints_of(**given: Any) -> Hints:
     return Hints(task=fields, model=model, map=names, **given)
 
 
-def _task_of(text: str) -> object:
+def _task_of(text: str) -> Mapping[str, object] | Path:
     """Task of --task: fields in JSON text, or else the path of a JSON file."""
     import json
 

@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mechinterp.cli.options import (
     DeviceOption,
@@ -57,8 +57,6 @@ def train(
 
     if list_presets:
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
-    if what is None and start is None:
-        raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.load import load
     from mechinterp.checkpoints.native.folder import named_config
@@ -67,14 +65,16 @@ def train(
     from mechinterp.training.train import train_one
 
     from_model = None if start is None else load(start)
-    if what is None:
-        name, config = f"{from_model.name}-longer", from_model.config
-    else:
+    if what is not None:
         file, config = Path(what), named_config(what)
         name = file.parent.resolve().name if file.name == "config.json" else file.stem
+    elif from_model is not None:
+        name, config = f"{from_model.name}-longer", from_model.config
+    else:
+        raise ValueError(f"train needs a preset or a config file; presets: {', '.join(PRESETS)}.")
     config = override(config, *(assignments or []))
     folder = Path("runs") / f"{name}-s{config.seed}" if out is None else out
-    engine = _engine("local", None, device, memory)
+    engine: Any = _engine("local", None, device, memory)
     engine = engine if from_model is None else partial(engine, start=from_model)
     with progress_bar(quiet=quiet) as show, logged(log, config, show) as on_log:
         summary = train_one(config, folder, resume=resume, engine=engine, on_log=on_log)

@@ -281,7 +281,7 @@ class TaskConfig:
 
         if self.n_tasks is None:
             raise ValueError("task.n_tasks must be a number for a task with a pool, got null.")
-        same = {"context_length": 1, "covariance": CovarianceConfig(), "noise_var": 0.0}
+        same: dict = {"context_length": 1, "covariance": CovarianceConfig(), "noise_var": 0.0}
         return pool_of(replace(self, **same, query_noise=True, n_sequences=None)).clone()
 
     @property

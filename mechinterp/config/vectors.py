@@ -18,15 +18,22 @@ POOL_BLOCK = 1024
 class VectorLaw(Protocol):
     """Fields of a task that decide its task vectors."""
 
-    d_x: int
-    d_y: int
-    shared_beta: bool
-    sparsity: int | None
-    nonzeros: str
-    supports: tuple[tuple[int, ...], ...] | None
-    n_tasks: int | None
-    task_seed: int
-
+    @property
+    def d_x(self) -> int: ...
+    @property
+    def d_y(self) -> int: ...
+    @property
+    def shared_beta(self) -> bool: ...
+    @property
+    def sparsity(self) -> int | None: ...
+    @property
+    def nonzeros(self) -> str: ...
+    @property
+    def supports(self) -> tuple[tuple[int, ...], ...] | None: ...
+    @property
+    def n_tasks(self) -> int | None: ...
+    @property
+    def task_seed(self) -> int: ...
     @property
     def beta_variance(self) -> float: ...
 

@@ -138,7 +138,7 @@ class Prompts:
         table = {"x": _tensor("x", x).cpu(), "y": _tensor("y", y).cpu()}
         if table["y"].ndim == 1:
             table["y"] = table["y"][:, None]
-        train, test = _split(*table.values(), context_length)
+        train, test = _split(table["x"], table["y"], context_length)
         if n_prompts < 1:
             raise ValueError(f"n_prompts must be >= 1, got {n_prompts}.")
         generator = generator_for(seed, "eval", 0)

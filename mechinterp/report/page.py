@@ -369,9 +369,8 @@ def _named(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
     if callable(named) or not named.endswith(SUFFIX):
         return analysis_of(named)
     name, analysis = analysis_of(named.removesuffix(SUFFIX))
-    stepwise = wraps(analysis.function)(
-        partial(over_steps, analysis=name, **analysis.step_settings)
-    )
+    settings: dict = dict(analysis.step_settings)
+    stepwise = wraps(analysis.function)(partial(over_steps, analysis=name, **settings))
     title = f"{analysis.title or name.capitalize()}, step by step"
     return f"{name}{SUFFIX}", replace(analysis, home=stepwise, title=title)
 

@@ -172,7 +172,8 @@ def cache_folder() -> Path | None:
     numba itself looks at the file of the entry function alone, so that a change in another file would leave the old code.
     """
     own = [Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "mechinterp"]
-    for parent in [Path(config.CACHE_DIR)] if config.CACHE_DIR else own:
+    given = vars(config)["CACHE_DIR"]
+    for parent in [Path(given)] if given else own:
         folder = parent / f"kernels-{code_digest()}"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

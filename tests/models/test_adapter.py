@@ -5,6 +5,7 @@ And what is said of an adapter that does not fit its model, or of prompts that d
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -164,9 +165,15 @@ def without(predictor: HookedPredictor, hook: str) -> HookedPredictor:
 def test_the_last_stream_is_asked_for_where_it_is_read(make, prompts):
     predictor = without(make(), "hook_resid_post")
     assert run(predictor, prompts, [[(1, 0)]]).shape == (1, 16, 1)
-    for use in (probe, prune, lambda model, given: p_probe({"m": model}, given, layer=2)):
+    uses = (
+        probe,
+        partial(prune, refit=True),
+        lambda model, given: p_probe({"m": model}, given, layer=2),
+    )
+    enough = draw_prompts(TaskConfig(d_x=4, context_length=9), 32)  # for the read-outs of prune
+    for use in uses:
         with refused("the hook blocks.1.hook_resid_post", "does not run through it"):
-            use(predictor, prompts)
+            use(predictor, enough)
     assert p_probe({"m": predictor}, prompts, layer=1, steps=2).risk.shape == (3, 3)
 
 

@@ -31,6 +31,7 @@ from mechinterp.models.run.evaluation import law_in_force, prompts_and_law
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
 from mechinterp.progress import progress
 
+Pairs = dict[str, tuple[np.ndarray | float, np.ndarray | float]]
 NAME, MODEL = "compare_learners", figures.MODEL
 EXACT = 1e-9
 """A learner counts as exact if its error is below this fraction of that of predicting 0; no ratio
@@ -456,7 +457,7 @@ def rows_at(
     nearest = 1 + int(np.nan_to_num(distance[:, 1:].mean(0), nan=np.inf).argmin())
     rows: list[dict[str, object]] = []
     for index, name in enumerate((MODEL, *fits)):
-        pairs = {
+        pairs: Pairs = {
             "loss": mean_and_sem(loss[:, index]),
             "risk": mean_and_sem(risk[:, index]),
         }
@@ -481,9 +482,7 @@ def rows_at(
     return rows, np.column_stack([loss, np.square(y).mean(1)])
 
 
-def ordered(
-    pairs: dict[str, tuple[np.ndarray, np.ndarray]], values: dict[str, object]
-) -> dict[str, object]:
+def ordered(pairs: Pairs, values: dict[str, object]) -> dict[str, object]:
     """Values and standard errors of a row in the order of the columns; NaN for missing numbers."""
     row: dict[str, object] = {}
     for name in LearnerComparison.COLUMNS:

@@ -167,7 +167,9 @@ def fitted(name: str, prompts: Prompts, law: TaskConfig | None, model: Known) ->
     if learner.factor:
         factor, sem = best_factor(found, model)
         return Fit(factor * found, factor, sem)
-    return Fit(found, setting=own_penalty(law)[0] if name in CROSS_VALIDATED else np.nan)
+    if law is None or name not in CROSS_VALIDATED:
+        return Fit(found)
+    return Fit(found, setting=own_penalty(law)[0])
 
 
 def cross_validated(prompts: Prompts, *, intercept: bool = False) -> Fit:

@@ -75,7 +75,7 @@ LEFT_OUT = (
     "than the order of pairs; task= (--task) states the law."
 )
 FIT, TABLE = (
-    "mechinterp fit compares learners over the context length",
+    "mechinterp compare-learners shows which learner is nearest at each context length",
     "to_frame() has what each learner explains",
 )
 FAR = "R² {r2} ({where}), limit {limit:g}"
@@ -754,6 +754,7 @@ def _scale(own: Setting, task: TaskConfig) -> Scale:
     with np.errstate(invalid="ignore", over="ignore"):
         factor, _ = best_factor(own.predictions, target)
     best = ridge(own.prompts, penalty=task.posterior_penalty)
-    risks = (relative_risk(each, target) for each in (factor * own.predictions, best))
+    risk, ridge_risk = (relative_risk(each, target) for each in (factor * own.predictions, best))
     values = own.prompts.y.unique().tolist()
-    return Scale(factor, *risks, two_values=tuple(values) if len(values) == 2 else ())
+    two_values = tuple(values) if len(values) == 2 else ()
+    return Scale(factor, risk, ridge_risk, two_values)

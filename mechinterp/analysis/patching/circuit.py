@@ -274,7 +274,7 @@ def circuit_output(pair: Pair, kept: Kept) -> Tensor:
     _, cache = model.run_with_cache(pair.corrupted, names_filter=writing)
     corrupted = {name: written_at(model, name, cache[name]) for name in writing}
     cut = _CutEdges(model, corrupted, torch.from_numpy(~kept))
-    hooks = [(name, partial(cut.note, name=name)) for name in writing]
+    hooks: list[tuple] = [(name, partial(cut.note, name=name)) for name in writing]
     for name, receivers in _readers(pair).items():
         hooks.append((name, partial(cut.shift, receivers=receivers)))
     with _own_inputs(model):

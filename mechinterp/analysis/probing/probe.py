@@ -225,7 +225,7 @@ def probe(
         raise ValueError(
             "targets: read_out has no masked heads and position -1 only; leave it out, as in targets='y'."
         )
-    shared = {"task": task, "n_prompts": n_prompts, "seed": seed}
+    shared: dict = {"task": task, "n_prompts": n_prompts, "seed": seed}
     found: dict[str, LayerProbes] = {}
     if chosen:
         width = stream_width(source)

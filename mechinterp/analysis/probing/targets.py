@@ -80,8 +80,7 @@ def named_targets(
     """
     if isinstance(targets, Mapping) and targets:
         return dict(targets), False
-    several = isinstance(targets, Sequence | Mapping) and not isinstance(targets, str)
-    listed = list(targets) if several else [targets]
+    listed = [targets] if isinstance(targets, str) or callable(targets) else list(targets)
     chosen: dict[str, Target] = {}
     for each in listed:
         if not callable(each) and each not in (*TARGETS, READ_OUT):

@@ -77,6 +77,11 @@ def sign_vectors(d_x: int, sparsity: int) -> Float[Tensor, "vector d_x"]:
     return torch.cat([empty.index_copy(1, torch.tensor(at), signs) for at in places])
 
 
+def _is_ridge(law: TaskConfig) -> bool:
+    """True if ridge regression is the Bayes learner of the task."""
+    return law.n_tasks is None and law.sparsity is None and law.supports is None
+
+
 def learners_beside(
     sample: PromptArrays, knots: Float[np.ndarray, " knot"], law: TaskConfig | None, n_steps: int
 ) -> pd.DataFrame:
@@ -86,10 +91,7 @@ def learners_beside(
     The descent is the polynomial of degree n - 1 in s that is nearest to the target <q, beta>.
     """
     rows = []
-    is_bayes = law is None or (
-        law.n_tasks is None and law.sparsity is None and law.supports is None
-    )
-    if not is_bayes and np.isfinite(law.posterior_penalty):
+    if law is not None and not _is_ridge(law) and np.isfinite(law.posterior_penalty):
         c = law.posterior_penalty / sample.x.shape[1]
         rows.append(("ridge", 1 / (knots + c) if c else 1 / np.maximum(knots, 1e-12)))
     s = sample.modes.s

@@ -181,7 +181,7 @@ def filter_by_layer(found: Frames) -> go.Figure:
     """Filter after each layer, with a slider."""
     frame = found.of_output(found.filter)
     last = _last_layer(frame)
-    curves = {"after the layer": (_positive(last.phi), last.phi_sem.to_numpy())}
+    curves: dict = {"after the layer": (_positive(last.phi), last.phi_sem.to_numpy())}
     if last.bayes.notna().any():
         curves["Bayes"] = _positive(last.bayes)
     figure = figures.lines(

@@ -230,8 +230,8 @@ def order_of(
     others = np.arange(context)
     rows = []
     shares: dict[str, list[np.ndarray]] = {"later": [], "earlier": []}
-    slopes: float | np.ndarray = 0.0
-    squares: float | np.ndarray = 0.0
+    slopes = np.zeros(len(size))
+    squares = np.zeros((len(size), context))
     for i in positions:
         x = prompts.x.clone()
         x[:, i] = prompts.x[:, i].roll(1, 0)
@@ -327,7 +327,7 @@ def left_of(
     if posterior is not None:
         rows.append(("+ posterior", *_with_posterior(sample, shrunk, knots, posterior)))
     centred = jackknife(partial(_centred, n=int(ends[0])), fit.gram, fit.inner)
-    linear = (np.nan, np.nan)
+    linear: tuple = (np.nan, np.nan)
     if again is not None and sample.by_gradient:
         own = sample.modes.weights(sample, spline(sample.modes.s, knots, shrunk.c[0])) @ phi
         product = _metric(sample, sample.a - own, again - own)

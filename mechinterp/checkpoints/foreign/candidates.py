@@ -34,7 +34,7 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
 STATED = (*JOINS, "norm_eps", "attend_to_self", "score", "rotary_base", "rotary_adjacent_pairs")
 """Settings of a file that fix a choice."""
 ROTARY_BASE = 10000.0
-REFINED: tuple[Mapping[str, object], ...] = (
+REFINED: tuple[Tried, ...] = (
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": False},
     {"positions": "rotary", "rotary_base": ROTARY_BASE, "rotary_adjacent_pairs": True},
     {"positions": "sinusoidal_halves"},
@@ -51,7 +51,7 @@ BASES = (100.0, 1000.0, ROTARY_BASE)
 """Bases of rotary positions, tried on variations of the best reading."""
 FINER_BASES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, ROTARY_BASE, 30000.0, 1e5, 5e5, 1e6)
 """Bases of which the neighbours of the best one so far are tried as well."""
-Choices = Mapping[str, tuple[object, ...]]
+Choices = Mapping[str, tuple]
 
 
 def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, object]:

@@ -138,7 +138,7 @@ def of_products(tensors: Tensors, d_x: int | None) -> dict[str, Tensor]:
     if d_x not in (n - 1, n):
         got = "no --d-x (d_x=)" if d_x is None else d_x
         raise ValueError(f"d_x must be {n - 1} (P and Q act on x and y) or {n} (on x alone), got {got}.")  # fmt: skip
-    named = {}
+    named: dict[str, Tensor] = {}
     for number, (P, Q) in enumerate(layers):
         if d_x == n:
             P = torch.nn.functional.pad(P, (0, 1, 0, 1))

@@ -244,7 +244,7 @@ def possible(case: Case, recording: Recording) -> Groups:
     """Values of a reading's choices that neither the file nor the user states."""
     tried, parts = case.tried, case.parts
     closed = case.source.given.keys()
-    plain: dict[str, Sequence[object]] = {
+    plain: dict[str, Sequence] = {
         "columns": COLUMNS if tried.get("layout") != "in_turn" else (tried["columns"],),
         "sign": SIGNS,
         "attend_to_self": (True, False),
@@ -301,16 +301,21 @@ def _norms(case: Case) -> list[Tried]:
     else:
         places, kinds = NORMS, (False, True)
         rest = [{"norm": None, "rms_norm": False}]
-    own = {"norm": tried["norm"], "rms_norm": tried["rms_norm"]}
-    changes = [own, *rest, *({"norm": p, "rms_norm": k} for p, k in product(places, kinds))]
+    own: Tried = {"norm": tried["norm"], "rms_norm": tried["rms_norm"]}
+    changes: list[Tried] = [
+        own,
+        *rest,
+        *({"norm": p, "rms_norm": k} for p, k in product(places, kinds)),
+    ]
     return [each for i, each in enumerate(changes) if each not in changes[:i]]
 
 
 def _positions(case: Case) -> list[Tried]:
     """Kinds of positions that leave no trace in a file."""
     parts, tried = case.parts, case.tried
-    own = {n: tried[n] for n in ("positions", "rotary_base", "rotary_adjacent_pairs") if n in tried}
-    changes = [own, {"positions": "none"}] if own["positions"] != "none" else [own]
+    names = ("positions", "rotary_base", "rotary_adjacent_pairs")
+    own: Tried = {name: tried[name] for name in names if name in tried}
+    changes: list[Tried] = [own, {"positions": "none"}] if own["positions"] != "none" else [own]
     if parts.has("positions.weight"):
         return changes
     if parts.has("read_in.weight"):
@@ -400,7 +405,7 @@ def _one_factor(case: Case, recording: Recording) -> tuple[str, float] | None:
     half = len(recording.prediction) // 2
     fit, other = recording.rows(slice(half)), recording.rows(slice(half, None))
     weights = case.weights()
-    ways: dict[str, Callable[[float, Recording], Tensor]] = {
+    ways: dict[str, Callable[..., Tensor]] = {
         "output": lambda factor, each: factor * predictions_of(weights, each),
         "scores": lambda factor, each: predictions_of(_scaled(case, factor), each),
         "x": lambda factor, each: predictions_of(weights, _with_x(each, factor)),

@@ -341,6 +341,7 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
         return _proven(last, prove(every, recordings, last.file))
     cases = better_packing(list(by_packing.values()))
     readings: Sequence[Reading]
+    names: list[str]
     if len(cases) == 1 and not cases[0].refined():
         # Nothing is open: the loss is computed where it is shown.
         case, readings, names = cases[0], LazyReadings(partial(_readings_of, cases)), []
@@ -399,7 +400,7 @@ def _sizes_of_recordings(recordings: Sequence[Recording], hints: Hints) -> Hints
     Raises:
         ValueError: If an option contradicts the prompts.
     """
-    sizes = dict(zip(("d_x", "d_y"), require_one_task(recordings), strict=True))
+    sizes: dict = dict(zip(("d_x", "d_y"), require_one_task(recordings), strict=True))
     lengths = [each.length for each in recordings]
     task = hints.task or {}
     for name, size in sizes.items():
@@ -520,7 +521,9 @@ def _checkpoint(
             assumed["undetermined"] = open_between
     if unused := unused_names(stored.tensors, case.source.hints.map or {}):
         assumed["unused"] = unused
-    stated = {f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried}
+    stated: dict[str, object] = {
+        f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried
+    }
     stated |= {n: v for n, v in values if n in case.known}
     rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
     known = {f"model.{name}": case.value_of(name) for name in rest}

@@ -59,7 +59,7 @@ def require_gradients(hooked: HookedPredictor, inputs: Tensor, names: Iterable[s
         seen[name] = values
         return values
 
-    hooks = [(name, partial(keep, name=name)) for name in dict.fromkeys(names)]
+    hooks: list[tuple] = [(name, partial(keep, name=name)) for name in dict.fromkeys(names)]
     with gradients_explained():
         tokens = inputs.detach().requires_grad_()
         prediction = hooked.read(hooked.model.run_with_hooks(tokens, fwd_hooks=hooks))

@@ -65,8 +65,7 @@ def _while_open(context: Context, function: Callable, value: Any, hook: HookPoin
 
 def _has_ended(hook: object) -> bool:
     """True for a hook of a block that has ended."""
-    ours = isinstance(hook, partial) and hook.func is _while_open
-    return ours and not hook.args[0].open
+    return isinstance(hook, partial) and hook.func is _while_open and not hook.args[0].open
 
 
 class CheckedHooks(HookedRootModule):
