@@ -55,9 +55,6 @@ def proven_weights(module: HookedModule) -> Weights | None:
 
     if module.hooked.is_hooked:
         return None
-    # A hooked module has loaded TransformerLens; a checkpoint needs its weights alone.
-    from mechinterp.checkpoints.module_state import state_of
-
     with suppress(ValueError):
         recordings = _recordings(module)
         checkpoint = read_proven(state_of(module), recordings, _hints(module))
