@@ -16,10 +16,13 @@ from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settings_o
 from mechinterp.checkpoints.hub import downloaded, is_repository
 from mechinterp.checkpoints.io.files import CheckpointError, naming
 from mechinterp.checkpoints.io.tensor_files import (
+    INDEX,
     SUFFIXES,
     folder_file,
     has_weights_ending,
+    one_shard,
     read_file,
+    read_index,
 )
 from mechinterp.checkpoints.native import exchange
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR
@@ -147,12 +150,23 @@ FROM_ORBAX = (
     "an orbax checkpoint, which is not read; where orbax is installed, restore it by "
     f"orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER) and write {AS_NPZ}"
 )
+DCP = ".metadata"
+"""File in a folder of torch.distributed.checkpoint."""
+FROM_DCP = (
+    "a distributed checkpoint of torch; write one file: "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
+)
+DEEPSPEED = "latest"
+"""File in a folder of DeepSpeed, which names the folder of its last step."""
+FROM_DEEPSPEED = "a folder of DeepSpeed; name the file mp_rank_00_model_states.pt in its folder of a step, or write one file by its zero_to_fp32.py"
 OTHER_FILES = {
     ".eqx": f"an equinox file, which has no names; where its class is installed, load it and write {AS_NPZ}",
     ".onnx": "an ONNX graph, which is not read; where the model was made, write torch.save(model.state_dict(), 'weights.pt')",
     ".h5": f"a Keras or HDF5 file, which is not read; write {AS_NPZ}",
     ".keras": f"a Keras file, which is not read; write {AS_NPZ}",
     ".gguf": "a GGUF file of a language model, which is not read",
+    ".pt2": "an exported program, which holds code; where it runs, write torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
+    ".distcp": FROM_DCP,
     ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
 }
 """Advice for files of other kinds, by their endings."""
@@ -324,8 +338,12 @@ def _stored(path: Path, hints: Hints) -> Checkpoint | Stored:
 def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not path.exists():
         return native.load(path)
-    if path.suffix in OTHER_FILES:
-        raise CheckpointError(f"{path}: {OTHER_FILES[path.suffix]}.")
+    if path.suffix in OTHER_FILES or path.name == DCP:
+        raise CheckpointError(f"{path}: {OTHER_FILES.get(path.suffix, FROM_DCP)}.")
+    if path.name == INDEX:
+        return Stored(path, read_index(path, hints.weights)[0], settings_of(path, {}))
+    if one_shard(path):
+        raise CheckpointError(f"{path}: one of several shards; name {path.parent / INDEX}, or write all tensors in one file.")  # fmt: skip
     if not has_weights_ending(path) or not path.is_file():
         rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
         raise CheckpointError(f"{path}: {rule}; this is another file.")
@@ -350,12 +368,18 @@ def _in_folder(path: Path, hints: Hints) -> Checkpoint | Stored:
     if (path / SIDE_CAR).is_file():
         _require_no_hints(path, hints, FORMAT)
         return exchange.read_exchange(path)
+    if (path / INDEX).is_file():
+        return _in_file(path / INDEX, hints)
     files = sorted(filter(is_weights, path.iterdir()))
     if len(files) > 1:
         rule = f"has several files of weights; name one of {_listed(files)}, or a pattern for the steps of one run"
         raise CheckpointError(f"{path}: {rule}.")
     if not files and any((path / name).exists() for name in ORBAX):
         raise CheckpointError(f"{path}: {FROM_ORBAX}.")
+    if not files and (path / DCP).is_file():
+        raise CheckpointError(f"{path}: {FROM_DCP}.")
+    if not files and (path / DEEPSPEED).is_file():
+        raise CheckpointError(f"{path}: {FROM_DEEPSPEED}.")
     if not files:
         return native.load(path)  # its error says what is missing
     stored = _in_file(files[0], hints)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.folded import is_products, of_products
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.tensors import (
     WORD_MODEL,
@@ -205,11 +205,9 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     strange = [p.name for p in layout.pieces if form.parts and p.part not in form.parts]
     strange = [*layout.unknown, *strange]
     require_known_kind(known, layout)
+    _require_attention(known, layout)
     listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12])) or "none"
-    # No known name helps where no matrix is left that could belong to attention.
-    matrices = [n for n in strange if n in known and min(known[n].shape[-2:], default=0) > 1]
-    attends = any(piece.part in ATTENTION for piece in layout.pieces)
-    offer = bool(matrices) and (attends or len(matrices) > 2)
+    offer = _may_attend([known[n] for n in strange if n in known], layout)
     if strange and (form.parts or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         verb = "is" if len(strange) == 1 else "are"
@@ -221,6 +219,32 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
             "", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}", offer=offer
         )
     return form, layout, known
+
+
+def _may_attend(unmatched: list[Tensor], layout: Layout) -> bool:
+    """True if one of these tensors may be a matrix of attention, so that a known name can help.
+
+    Without any known name three matrices are needed, of which two (queries and keys) have one shape or one is packed.
+    """
+    shapes = [tuple(t.shape) for t in unmatched if t.ndim > 1 and min(t.shape[-2:]) > 1]
+    if any(piece.part in ATTENTION for piece in layout.pieces):
+        return bool(shapes)
+    packed = any(3 * min(shape[-2:]) == max(shape[-2:]) for shape in shapes)
+    return packed or (len(shapes) > 2 and len(set(shapes)) < len(shapes))
+
+
+IN_SEQUENCE = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)")
+"""Names of the layers of a torch.nn.Sequential."""
+
+
+def _require_attention(tensors: Tensors, layout: Layout) -> None:
+    """Refuse a file of nothing but an MLP."""
+    others = [n for n in layout.unknown if not IN_SEQUENCE.fullmatch(n)]
+    perceptron = all(p.part in ("mlp_in", "mlp_out", "read_in", "read_out") for p in layout.pieces)
+    if not tensors or others or not perceptron or _may_attend([tensors[n] for n in layout.unknown], layout):  # fmt: skip
+        return
+    listed = ", ".join(map(shown, sorted(tensors)[:8]))
+    raise ValueError(f"a model must have attention, as every analysis reads it; got {listed}.")
 
 
 def _row(tensors: Tensors, hints: Hints) -> Format:
@@ -263,8 +287,18 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
             held = [prefix + mark for mark in marks]
             dotted = name.endswith(marks[0]) and (prefix == "" or prefix.endswith("."))
             if dotted and all(each in tensors for each in held):
-                return row.name != "arrays" or any(tensors[each].ndim == 3 for each in held)
+                return row.name != "arrays" or (
+                    any(tensors[each].ndim == 3 for each in held) and _attention_alone(tensors)
+                )
     return False
+
+
+def _attention_alone(tensors: Tensors) -> bool:
+    """True if no name stands for another part, such as a read-in or a second layer."""
+    pieces = [piece for name in tensors if (piece := piece_of(name)) is not None]
+    return {piece.part for piece in pieces} <= set(ATTENTION) and len(
+        {p.layer for p in pieces}
+    ) == 1
 
 
 def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:

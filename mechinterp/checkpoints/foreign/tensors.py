@@ -134,6 +134,7 @@ def _is_second(piece: Piece, outputs: Sequence[Piece], tensors: Tensors) -> bool
 
 
 KERNELS = ("kernel", "w")
+QUANTIZED = (torch.int8, torch.uint8)
 WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 HOOK = "hook the module in memory (mechinterp.hook_module)"
 
@@ -145,6 +146,9 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         ValueError: If it is a model of words, or has relative positions, gates, grouped keys or
             the like.
     """
+    for piece in layout.pieces:
+        if piece.part in ATTENTION and tensors[piece.name].dtype in QUANTIZED:
+            raise ValueError(f"{shown(piece.name)} is quantized ({tensors[piece.name].dtype}); write floating-point numbers, the integers times their scale, or {HOOK}.")  # fmt: skip
     if grouped := _grouped(tensors, layout):
         raise ValueError(f"grouped keys ({grouped}) are not read from a file; {HOOK}.")
     for what_else, mark in TABLE["other_models"].items():
@@ -573,7 +577,7 @@ def _unpacked(whole: Matrix, part: str) -> list[Matrix]:
         return [whole, replace(whole, tensor=eye)]
     if tensor.shape[-1] % count:
         rule = f"must have {count} times as many rows as a head is wide, got {tensor.shape[-1]}"
-        raise TensorError(whole.name, rule)
+        raise TensorError(whole.name, rule, offer=False)
     return [replace(whole, tensor=each, packed=count > 1) for each in tensor.chunk(count, -1)]
 
 

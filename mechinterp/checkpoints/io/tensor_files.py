@@ -333,11 +333,13 @@ def _no_weights(root: object, classes: list[str]) -> str:
         keys = [str(key)[:40] for key in root][:8]
         got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
     elif isinstance(root, StoredTensor | StoredArray):
-        got = f"one tensor of shape {list(root.shape)}"
+        got = f"one tensor of shape {list(root.shape)}; give it a name: torch.save({{'W': torch.load(FILE)}}, FILE)"
     elif isinstance(root, Unread):
         got = "a list or the like"
     else:
         got = f"a {type(root).__name__}"
+    if isinstance(root, dict) and "optimizer_state_dict" in root:
+        got += ", the state of an optimiser; name the file of the model's weights beside it"
     if isinstance(root, dict) and "hist_dict" in root:
         got += "; write the last matrices of one run: torch.save({'allparam': run['hist_dict'][key][-1]}, FILE)"
     wrappers = ", ".join(WRAPPERS)
@@ -388,6 +390,17 @@ MAX_SHARDS = 100
 OTHERS = set(STORAGES.values())
 """Number types besides floating point that are read, so that a message can name them."""
 FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
+
+
+def one_shard(file: Path) -> bool:
+    """True if a file's name counts it among several shards.
+
+    Example:
+        >>> one_shard(Path("model-00001-of-00002.safetensors")), one_shard(Path("model.safetensors"))
+        (True, False)
+    """
+    found = re.search(r"-\d+-of-(\d+)", file.name)
+    return found is not None and int(found[1][:9]) > 1
 
 
 def has_weights_ending(file: Path) -> bool:
@@ -533,8 +546,17 @@ def folder_file(path: Path, weights: str | None = None) -> tuple[Path, Read]:
         raise CheckpointError(
             f"{path}: its config.json is not from this package, so that the folder must have {WHOLE[0]} or {INDEX}."
         )
+    return index, read_index(index, weights)
+
+
+def read_index(index: Path, weights: str | None = None) -> Read:
+    """Tensors of all shards that an index lists; see `read_file`.
+
+    Raises:
+        CheckpointError: If a shard is no plain file beside it, or cannot be read.
+    """
     with naming(index):
-        return index, (_chosen(_shards(index), weights), {})
+        return _chosen(_shards(index), weights), {}
 
 
 def _shards(index: Path) -> dict[str, Tensor]:

@@ -160,6 +160,9 @@ def named(parts: list) -> Unread:
     return Unread(".".join(parts))
 
 
+NARROW = "numbers of another type, such as float8; write torch.save({name: t.float() for name, t in torch.load(FILE).items()}, FILE)"
+
+
 def storage_of(values: list) -> Storage:
     """Storage that torch's persistent id names.
 
@@ -168,6 +171,8 @@ def storage_of(values: list) -> Storage:
             storages.
     """
     match values[0]:
+        case ("storage", Unread("torch.storage.UntypedStorage"), *_):
+            raise MalformedError(NARROW)
         case ("storage", Unread(name), str(key), str(), int(size)) if name:
             kind = name.removeprefix("torch.").removesuffix("Storage")
             if name != f"torch.{kind}Storage" or kind not in STORAGES:
