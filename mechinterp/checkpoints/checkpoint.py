@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 import torch
@@ -182,7 +182,7 @@ class Checkpoint(Run):
     config: ExperimentConfig
     step: int
     """Number of updates of the weights."""
-    weights: CurrentWeights = CurrentWeights()
+    weights: Weights = cast(Any, CurrentWeights())  # noqa: RUF009
     """Weights of the model. An edit in place of these or of `model` is an edit of both."""
     format: str = "native"
     """"native", or the format of an external file."""
