@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -23,6 +23,7 @@ from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.card import card_of, training_in_words
 from mechinterp.checkpoints.native.folder import (
     FILES,
+    GROUNDS,
     HISTORY,
     SNAPSHOTS,
     WEIGHTS,
@@ -182,7 +183,7 @@ class Checkpoint(Run):
     config: ExperimentConfig
     step: int
     """Number of updates of the weights."""
-    weights: Weights = cast(Any, CurrentWeights())  # noqa: RUF009
+    weights: Weights = CurrentWeights()  # type: ignore[assignment]
     """Weights of the model. An edit in place of these or of `model` is an edit of both."""
     format: str = "native"
     """"native", or the format of an external file."""
@@ -254,6 +255,11 @@ class Checkpoint(Run):
         return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
 
     @property
+    def grounds(self) -> dict[str, Mapping[str, object]]:
+        """Settings that are not assumed, by their ground, as folders store them."""
+        return {ground: getattr(self, ground) for ground in GROUNDS}
+
+    @property
     def training(self) -> TrainConfig | None:
         """Training settings of a model of this package; None for external files and runs of them."""
         return self.config.train if self.format == "native" and not self.kept else None
@@ -281,7 +287,7 @@ class Checkpoint(Run):
         if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             assumed = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
-            grounds = {"stated": self.stated, "proven": self.proven, "known": self.known}
+            grounds = {ground: self.grounds[ground] for ground in ("stated", "proven", "known")}
             settled = [
                 f"{ground}: {', '.join(n.removeprefix('model.') for n in settings if n[:6] == 'model.')}"
                 for ground, settings in grounds.items()
@@ -416,6 +422,7 @@ class Checkpoint(Run):
             snapshots=self.snapshots,
             assumed=self.assumed_and_doubt,
             origin=self.origin,
+            grounds=self.grounds,
         )
         if card:
             with writing(Path(folder)):
@@ -454,7 +461,7 @@ def load(path: str | Path) -> Checkpoint:
     weights = weights_from(read_arrays(file), config, file)
     require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
-    return Checkpoint(path, config, weights=weights, **stated)
+    return Checkpoint(path, config, weights=weights, **stated, **document["grounds"])
 
 
 def save(
@@ -467,11 +474,13 @@ def save(
     snapshots: Mapping[int, Weights] | None = None,
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
+    grounds: Mapping[str, Mapping[str, object]] | None = None,
     shared: bool = False,
 ) -> None:
     """Write a checkpoint folder; config.json is written last, so that a folder with it is complete.
 
     Args:
+        grounds: Settings of a model of other code that are known, proven or stated, by that word.
         shared: True: other files may be in the folder. False: it must be empty.
     Raises:
         CheckpointError: If a file would be overwritten, the folder cannot be written, or the
@@ -490,6 +499,8 @@ def save(
         if history is not None:
             claim.write(HISTORY, partial(history.to_parquet, index=False))
         files = {name: sha256_of(file) for name, file in claim.waiting.items()}
-        document = document_of(config, step=step, assumed=assumed, origin=origin, files=files)
+        document = document_of(
+            config, step=step, assumed=assumed, origin=origin, files=files, grounds=grounds
+        )
         text = json.dumps(document, indent=2) + "\n"
         claim.write("config.json", lambda file: file.write_text(text, encoding="utf-8"))

@@ -202,6 +202,7 @@ def test_the_task_of_a_gpt2_is_gargs_and_stated(tmp_path: Path):
     shown = {"model.activation": "gelu_new", "model.norm_eps": 1e-5, "step": 0, "model.passes": 1}
     assert {name: assumed.pop(name) for name in shown} == shown
     assert assumed.pop("model.tokens").startswith("x_1, y_1")
+    assert assumed.pop("unused") == ["_backbone.wte.weight"]  # beside a read-in
     assert (assumed["task.context_length"], assumed["task.beta_var"]) == (6, 1)
     laws = {f"task.covariance.{n}" for n in asdict(expected.covariance)}
     names = {f"task.{name}" for name in asdict(expected)} - {

@@ -1,5 +1,6 @@
 """Readings of a file that its owner's recorded predictions prove, leave open or refute."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import read_recording, recording_of
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.load import convert, load
 from mechinterp.models.run.predictor import predictor_of
 from tests.checkpoints.files import assert_refused, saved
 from tests.checkpoints.foreign_files import LAYOUTS, random_heads, softmax_paper_state
@@ -55,6 +56,25 @@ WAYS = {score: partial(attention, state=STATE, score=score) for score in ("softm
 
 def recording(folder: Path, predict: Predict, *, length: int = 10, **more: object) -> Path:
     return recorded(folder / f"batch{length}.npz", predict, d_x=3, length=length, **more)
+
+
+@pytest.mark.parametrize(("target", "name"), [("native", "n"), ("npz", "n.npz"), ("transformer-lens", "n")])  # fmt: skip
+def test_grounds_are_kept_in_every_format(tmp_path: Path, target: str, name: str):
+    batches = [recording(tmp_path, WAYS["softmax"], length=each) for each in (10, 17)]
+    before = load(saved(tmp_path, STATE), n_heads=2, predictions=batches)
+    assert before.proven["model.score"] == "softmax"
+    convert(before, target, tmp_path / name)
+    after = load(tmp_path / name)
+    assert before.known
+    for ground in ("known", "proven", "stated"):
+        assert getattr(after, ground) == json.loads(json.dumps(dict(getattr(before, ground))))
+
+
+def test_a_ground_of_another_name_is_refused(tmp_path: Path):
+    load(saved(tmp_path, STATE), n_heads=2).save_pretrained(tmp_path / "n")
+    config = tmp_path / "n" / "config.json"
+    config.write_text(config.read_text().replace('"known":', '"certain":'))
+    assert_refused("grounds must hold", load, tmp_path / "n")
 
 
 @pytest.mark.parametrize("score", WAYS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.folded import is_products, of_products
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless, piece_of
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.tensors import (
     WORD_MODEL,
@@ -287,8 +287,18 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
             held = [prefix + mark for mark in marks]
             dotted = name.endswith(marks[0]) and (prefix == "" or prefix.endswith("."))
             if dotted and all(each in tensors for each in held):
-                return row.name != "arrays" or any(tensors[each].ndim == 3 for each in held)
+                return row.name != "arrays" or (
+                    any(tensors[each].ndim == 3 for each in held) and _attention_alone(tensors)
+                )
     return False
+
+
+def _attention_alone(tensors: Tensors) -> bool:
+    """True if no name stands for another part, such as a read-in or a second layer."""
+    pieces = [piece for name in tensors if (piece := piece_of(name)) is not None]
+    return {piece.part for piece in pieces} <= set(ATTENTION) and len(
+        {p.layer for p in pieces}
+    ) == 1
 
 
 def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:

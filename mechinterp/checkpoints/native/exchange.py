@@ -68,7 +68,12 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 "the script that loads the model uses a strict mask, got a model whose query attends to itself."
             )
-    document = document_of(config, step=checkpoint.step, assumed=checkpoint.assumed_and_doubt)
+    document = document_of(
+        config,
+        step=checkpoint.step,
+        assumed=checkpoint.assumed_and_doubt,
+        grounds=checkpoint.grounds,
+    )
     text = json.dumps(document | _settings(config), indent=2) + "\n"
     state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
     with claimed(folder, last=SIDE_CAR) as claim:
@@ -122,7 +127,15 @@ def read_exchange(folder: Path) -> Checkpoint:
         for name in set() if config.model.biases else {PREFIX + n for n in BIASES} & set(tensors):
             require_zero(name, tensors[name], "the side-car file states that there are no biases")
     weights = weights_from(tensors, config, file)
-    return Checkpoint(folder, config, document["step"], weights, FORMAT, document["assumed"])
+    return Checkpoint(
+        folder,
+        config,
+        document["step"],
+        weights,
+        FORMAT,
+        document["assumed"],
+        **document["grounds"],
+    )
 
 
 def _settings(config: ExperimentConfig) -> dict[str, object]:
@@ -155,7 +168,10 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     if file.suffix != ".npz":
         raise CheckpointError(f"{file}: must end in .npz.")
     document = document_of(
-        checkpoint.config, step=checkpoint.step, assumed=checkpoint.assumed_and_doubt
+        checkpoint.config,
+        step=checkpoint.step,
+        assumed=checkpoint.assumed_and_doubt,
+        grounds=checkpoint.grounds,
     )
     arrays = {name: t.numpy() for name, t in state_dict(checkpoint.weights).items()}
     if checkpoint.config.model.one_attention:
@@ -195,4 +211,6 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
         if named[name].ndim and named[name].shape[-1] == config.task.d_y:
             named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
     weights = weights_from(named, config, file)
-    return Checkpoint(file, config, document["step"], weights, ARRAYS, document["assumed"])
+    return Checkpoint(
+        file, config, document["step"], weights, ARRAYS, document["assumed"], **document["grounds"]
+    )

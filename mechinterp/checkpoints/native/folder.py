@@ -178,6 +178,10 @@ def document_file(path: Path) -> Path:
     return file
 
 
+GROUNDS = ("known", "proven", "stated")
+"""Grounds of the settings of a model of other code that are not assumed."""
+
+
 def document_of(
     config: ExperimentConfig,
     *,
@@ -185,6 +189,7 @@ def document_of(
     assumed: Mapping[str, object] | None = None,
     origin: Mapping[str, object] | None = None,
     files: Mapping[str, str] | None = None,
+    grounds: Mapping[str, Mapping[str, object]] | None = None,
 ) -> dict:
     """Content of config.json: the experiment, its step, the version of the code that wrote it, and the SHA-256 of each
     other file of the checkpoint."""
@@ -195,7 +200,8 @@ def document_of(
         "step": step,
         "experiment": config.to_dict(),
     }
-    stated = {"files": files, "assumed": assumed, "origin": origin}
+    kept = {ground: dict(values) for ground, values in (grounds or {}).items() if values}
+    stated = {"files": files, "assumed": assumed, "origin": origin, "grounds": kept}
     return document | {name: dict(value) for name, value in stated.items() if value}
 
 
@@ -209,7 +215,7 @@ def read_document(file: Path) -> tuple[dict, ExperimentConfig]:
 
 
 def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig]:
-    """Checked document and experiment; "files", "assumed" and "origin" default to empty.
+    """Checked document and experiment; "files", "assumed", "origin" and "grounds" default to empty.
 
     Raises:
         CheckpointError: If a field is missing or wrong.
@@ -225,11 +231,15 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
             raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer >= 0, got {step!r}.")
-        parts = ("files", "assumed", "origin")
+        parts = ("files", "assumed", "origin", "grounds")
         document = {name: {} for name in parts} | document
         for name in parts:
             if not isinstance(document[name], dict):
                 raise ValueError(f"{name} must be a JSON object, got {document[name]!r}.")
+        for ground, values in document["grounds"].items():
+            if ground not in GROUNDS or not isinstance(values, dict):
+                rule = f"grounds must hold a JSON object for each of {', '.join(GROUNDS)}"
+                raise ValueError(f"{rule}, got {ground}: {values!r}.")
         return document, from_dict(document["experiment"])
 
 

@@ -1,0 +1,160 @@
+"""Five layouts that no code here was written for: each is read right, proven, or refused with a cure that works."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.io.files import CheckpointError
+from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.config.task import TaskConfig
+from mechinterp.icl.prompts import draw_prompts
+from mechinterp.models.run.predictor import predictor_of
+from tests.checkpoints.files import saved
+from tests.checkpoints.recordings import recorded
+
+N_HEADS, WIDTH, D_HEAD, D_X, LENGTH = 2, 4, 3, 3, 8
+Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def projections(seed: int = 0) -> dict[str, Tensor]:
+    """Matrices [out, in] of queries, keys, values and outputs."""
+    inner = N_HEADS * D_HEAD
+    shapes = {"q": (inner, WIDTH), "k": (inner, WIDTH), "v": (inner, WIDTH), "o": (WIDTH, inner)}
+    return {x: drawn(*shape, seed=seed + i) / 2 for i, (x, shape) in enumerate(shapes.items())}
+
+
+def heads_of(tokens: Tensor, matrix: Tensor) -> Tensor:
+    return (tokens @ matrix.mT).unflatten(-1, (N_HEADS, -1)).transpose(1, 2)
+
+
+def attended(tokens: Tensor, made: dict[str, Tensor], scale: float) -> Tensor:
+    """Softmax attention of all tokens to all tokens, in plain torch."""
+    q, k, v = (heads_of(tokens, made[x]) for x in "qkv")
+    out = ((q @ k.mT) * scale).softmax(-1) @ v
+    return out.transpose(1, 2).flatten(-2) @ made["o"].mT
+
+
+def tokens_of(x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+    pairs = torch.cat([x, y[..., None]], -1)
+    query = torch.cat([x_query, torch.zeros(len(x), 1)], -1)
+    return torch.cat([pairs, query[:, None]], 1)
+
+
+def one_layer(made: dict[str, Tensor], scale: float = D_HEAD**-0.5) -> Predict:
+    return lambda x, y, x_query: attended(tokens_of(x, y, x_query), made, scale)[:, -1, -1:]
+
+
+def assert_theirs(checkpoint: Checkpoint, predict: Predict) -> None:
+    """The reading gives the predictions of their code on prompts that were not recorded."""
+    prompts = draw_prompts(checkpoint.task, 16, seed=5)
+    ours = predictor_of(checkpoint.weights).predict(prompts)
+    theirs = predict(prompts.x, prompts.y[..., 0], prompts.x_query)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_per_head_in_unknown_wrappers_of_a_compiled_model(tmp_path: Path):
+    made = projections()
+    rows = [made[x].unflatten(0, (N_HEADS, -1)) for x in "qkv"]
+    state = {"mixer.query_key_value.weight": torch.stack(rows, 1).flatten(0, 2), "mixer.dense.weight": made["o"]}  # fmt: skip
+    wrapped = {"learner": {"policy": {f"_orig_mod.module.{n}": t for n, t in state.items()}}, "round": 7}  # fmt: skip
+    batch = recorded(tmp_path / "batch.npz", one_layer(made), d_x=D_X, length=LENGTH)
+    checkpoint = load(saved(tmp_path, wrapped), n_heads=N_HEADS, predictions=batch)
+    assert checkpoint.proven
+    assert_theirs(checkpoint, one_layer(made))
+
+
+def test_a_scale_of_their_own_is_named_by_the_refusal_and_then_proven(tmp_path: Path):
+    made, scale = projections(4), 0.37
+    state = {f"head.W{x}.weight": made[x] for x in "qkvo"}
+    batch = recorded(tmp_path / "batch.npz", one_layer(made, scale), d_x=D_X, length=LENGTH)
+    file = saved(tmp_path, state)
+    with pytest.raises(CheckpointError) as error:
+        load(file, n_heads=N_HEADS, predictions=batch)
+    named = re.search(r"explains .*--scale ([\d.]+)\.", str(error.value))
+    assert named is not None, str(error.value)
+    assert float(named[1]) == pytest.approx(scale, rel=1e-3)
+    checkpoint = load(file, n_heads=N_HEADS, predictions=batch, scale=float(named[1]))
+    assert_theirs(checkpoint, one_layer(made, scale))
+
+
+def test_names_of_their_own_are_stated_and_then_proven(tmp_path: Path):
+    made = projections(8)
+    theirs = {"q": "asks", "k": "offers", "v": "carries", "o": "writes"}
+    file = saved(tmp_path, {f"mixer.{theirs[x]}.weight": made[x] for x in "qkvo"})
+    batch = recorded(tmp_path / "batch.npz", one_layer(made), d_x=D_X, length=LENGTH)
+    with pytest.raises(CheckpointError, match="--map THEIRS=KNOWN") as error:
+        load(file, n_heads=N_HEADS, predictions=batch)
+    known = [f"{x}_proj" for x in "qkvo"]
+    assert all(name in str(error.value) for name in known)
+    stated = dict(zip(theirs.values(), known, strict=True))
+    checkpoint = load(file, n_heads=N_HEADS, predictions=batch, map=stated)
+    assert checkpoint.proven
+    assert_theirs(checkpoint, one_layer(made))
+
+
+class Reversed(nn.Module):
+    """One matrix of values, keys and queries, in this order."""
+
+    def __init__(self, made: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, 3 * N_HEADS * D_HEAD, bias=False)
+        self.out_proj = nn.Linear(N_HEADS * D_HEAD, WIDTH, bias=False)
+        packed = torch.cat([made[x] for x in "vkq"])
+        self.load_state_dict({"in_proj.weight": packed, "out_proj.weight": made["o"]})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        v, k, q = (
+            part.unflatten(-1, (N_HEADS, -1)).transpose(1, 2)
+            for part in self.in_proj(tokens).chunk(3, -1)
+        )
+        out = (q @ k.mT * D_HEAD**-0.5).softmax(-1) @ v
+        return self.out_proj(out.transpose(1, 2).flatten(-2))
+
+
+def test_another_order_of_packing_is_not_proven_and_the_module_is_hooked(tmp_path: Path):
+    made = projections(12)
+    module = Reversed(made)
+    batch = recorded(tmp_path / "batch.npz", one_layer(made), d_x=D_X, length=LENGTH)
+    with pytest.raises(CheckpointError, match="hook_module"):
+        load(saved(tmp_path, module.state_dict()), n_heads=N_HEADS, predictions=batch)
+    task = TaskConfig(d_x=D_X, context_length=LENGTH)
+    hooked = hook_module(module, task=task, heads=N_HEADS)
+    prompts = draw_prompts(task, 16)
+    expected = one_layer(made)(prompts.x, prompts.y[..., 0], prompts.x_query)
+    torch.testing.assert_close(predictor_of(hooked).predict(prompts), expected)
+
+
+def test_two_layers_of_parameters_per_head_with_an_embedding_are_proven(tmp_path: Path):
+    width = 6
+    read_in, read_out = drawn(width, WIDTH, seed=20) / 2, drawn(1, width, seed=21)
+    layers = [
+        {x: drawn(N_HEADS, width, D_HEAD, seed=30 + 4 * n + i) / 3 for i, x in enumerate("QKV")}
+        | {"O": drawn(N_HEADS, D_HEAD, width, seed=50 + n) / 3}
+        for n in range(2)
+    ]
+
+    def predict(x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+        stream = tokens_of(x, y, x_query) @ read_in.mT
+        for made in layers:
+            q, k, v = (torch.einsum("bld,hde->bhle", stream, made[x]) for x in "QKV")
+            scores = (q @ k.mT) / stream.shape[1]
+            stream = stream + torch.einsum("bhle,hed->bld", scores @ v, made["O"])
+        return stream[:, -1] @ read_out.mT
+
+    state = {f"trunk.{n}.mix.W_{x}": tensor for n, made in enumerate(layers) for x, tensor in made.items()}  # fmt: skip
+    state |= {"embedding.weight": read_in, "regressor.weight": read_out}
+    batch = recorded(tmp_path / "batch.npz", predict, d_x=D_X, length=LENGTH)
+    checkpoint = load(saved(tmp_path, state), predictions=batch)
+    assert checkpoint.weights.n_layers == 2
+    assert checkpoint.proven
+    assert_theirs(checkpoint, predict)
