@@ -158,7 +158,8 @@ def known(*results: object) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for each in reversed(results):
-        unit = f"unit {each.unit}".replace("²", "^2") if getattr(each, "unit", "") else METRIC_UNIT
+        own_unit = getattr(each, "unit", "")
+        unit = f"unit {own_unit}".replace("²", "^2") if own_unit else METRIC_UNIT
         own = docstrings(each if isinstance(each, type) else type(each))
         texts |= {name: text.replace(METRIC_UNIT, unit) for name, text in own.items()}
     return texts

@@ -183,7 +183,7 @@ class Checkpoint(Run):
     config: ExperimentConfig
     step: int
     """Number of updates of the weights."""
-    weights: CurrentWeights = CurrentWeights()
+    weights: Weights = CurrentWeights()  # type: ignore[assignment]
     """Weights of the model. An edit in place of these or of `model` is an edit of both."""
     format: str = "native"
     """"native", or the format of an external file."""

@@ -215,7 +215,7 @@ def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
     gone = [(row["layer"], row["head"]) for row in ran.document["heads"] if not row["kept"]]
     before, after = load(gpt2, n_heads=4), load(out)
     assert after.task == before.task
-    assert after.assumed == json.loads(json.dumps(dict(before.assumed)))
+    assert after.assumed == json.loads(json.dumps(before.assumed_and_doubt))
     assert (after.format, after.config.model) == ("native", before.config.model)
     assert after.origin["pruned_from"] == "gpt2.pt"
     drawn = draw_prompts(before.task, 16, generator=generator_for(1, "eval", 0))

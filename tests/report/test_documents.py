@@ -144,9 +144,10 @@ def test_lines_break_between_words_only(narrow, monkeypatch):
 def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     model = gradient_descent_model([0.5, 0.3], d_x=4)
     found = classify(model, n_prompts=16)
-    some = np.arange(30.0)[None]
-    rises = {"rise": some, "median_rise": some, "carried_by_few": some < 0, "full_risk": 100.0}
-    heads = replace(found.heads, rise_sem=np.ones((1, 30)), **rises)
+    some = np.arange(30.0)
+    rows = pd.DataFrame({"method": "zero", "layer": 0, "head": range(30)})
+    rises = {**found.heads.columns, "rise": some, "median_rise": some, "rise_sem": np.ones(30)}
+    heads = replace(found.heads, rows=rows, columns=rises, few=some < 0, full_risk=100.0)
     many = replace(found, heads=heads)
     lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
@@ -154,7 +155,7 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     assert len(lines) == 2 + HEADS + 1
     assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
     # A rise above the model's own risk is shown, whatever its error.
-    unsure = replace(many.heads, rise_sem=np.full((1, 30), 40.0), full_risk=20.0)
+    unsure = replace(heads, columns=rises | {"rise_sem": np.full(30, 40.0)}, full_risk=20.0)
     heavy = replace(many, heads=unsure)
     named = [line.split()[0] for line in heavy.head_lines(30)[:-1]]
     assert named == [f"L0H{head}" for head in range(29, 20, -1)]
@@ -197,7 +198,7 @@ def test_a_long_analysis_shows_a_bar_on_a_terminal_and_nothing_of_it_in_the_outp
     output, shown = on_a_terminal(*paths, "--json")
     json.loads(output)
     assert text in shown
-    assert "2/2" in shown
+    assert "1/1" in shown
     quiet, nothing = on_a_terminal(*paths, "--json", "--quiet")
     assert quiet == output
     assert text not in nothing

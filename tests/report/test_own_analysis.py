@@ -122,7 +122,7 @@ def test_options_come_from_the_signature():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lyer", "1"], "p-probe takes --layer, --steps, got --lyer."),
+        (["--lyer", "1"], "p-probe takes --layer, --steps, --task, got --lyer."),
         (["--layer", "one"], "--layer: invalid int value: 'one'."),
         (["--layer"], "--layer: expected one argument."),
         (["1"], "got 1."),

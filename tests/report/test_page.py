@@ -176,14 +176,14 @@ def test_switches_have_the_risk_of_every_subset_and_what_heads_add(pair: tuple[C
 
 
 def test_figures_and_links_have_their_places(page: Page):
-    assert len(page.drawn) == len(page.figures) == 14
+    assert len(page.drawn) == len(page.figures) == 18
     # The page gives the look; a figure that had one of its own would stay light on a dark page.
     assert not any("template" in figure["layout"] for figure in page.drawn)
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     anchors = [link for link in page.attributes("href") if link.startswith("#")]
     assert set(anchors) <= {f"#{name}" for name in ids}
-    assert page.source.count("<summary>How this was computed</summary>") == len(page.headings) == 8
+    assert page.source.count("<summary>How this was computed</summary>") == len(page.headings) == 10
 
 
 def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, Path]):
@@ -239,8 +239,8 @@ def test_a_number_that_is_none_is_a_dash(tmp_path: Path):
 
 TASK = TaskConfig(d_x=4, context_length=9)
 SECTIONS = [
-    *("What it computes", "Circuits", "Attention on prompts", "Excess risk", "Head ablation"),
-    *("Pruning", "Probes", "Read out by layer", "Edges between heads"),
+    *("What it does with a prompt", "What it computes", "Circuits", "Attention on prompts"),
+    *("Which learner", "Head ablation", "Pruning", "Probes", "Edges between heads"),
 ]
 
 
@@ -250,7 +250,7 @@ def test_the_page_of_several_layers(tmp_path: Path):
     page = opened(written)
     assert page.open == []
     assert page.headings == SECTIONS
-    assert len(page.drawn) == len(page.figures) == 13
+    assert len(page.drawn) == len(page.figures) == 16
     assert written.page.stat().st_size < 6_000_000
     assert written.verdict.replace("\n", "") in page.text
     assert "3 layers of 4 heads, softmax attention, width 12, d_x 4" in page.text
@@ -272,7 +272,7 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
     shown = ["history", "ablate-over-steps"]
     assert list(default_names(checkpoint))[-2:] == shown
     page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64, analyses=shown))
-    assert page.headings == ["Training", "Head ablation, step by step"]
+    assert page.headings == ["History", "Head ablation, step by step"]
     history = pd.read_csv(tmp_path / "page" / "history.csv")
     np.testing.assert_allclose(history["qk_norm"], checkpoint.history["qk_norm"], rtol=1e-6)
     assert unexplained_columns(tmp_path / "page" / PAGE) == set()
@@ -280,7 +280,7 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
 
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
     checkpoint = loaded(tmp_path, garg().state_dict(), n_heads=4)
-    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=64))
+    page = opened(write_report(checkpoint, tmp_path / "page", n_prompts=160))
     # A causal model has a loss at every position.
     assert set(page.headings) == {*SECTIONS, "Loss over the number of examples"}
     assert "3 layers of 4 heads, softmax attention, width 16, MLPs of 64" in page.text

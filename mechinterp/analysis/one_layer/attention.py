@@ -305,11 +305,13 @@ def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt
 def entropies(
     patterns: Float[Tensor, "layer prompt head key"],
 ) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
-    """Mean entropy of each head's weights over prompts, in nats, and its standard error; NaN if a
-    weight is negative or they do not sum to 1."""
+    """Mean entropy of each head's weights over prompts, in nats, and its standard error (NaN for a
+    single prompt); NaN if a weight is negative or they do not sum to 1."""
     least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
     if not (least >= 0 and furthest <= ROUNDING):
         return (np.full((patterns.shape[0], patterns.shape[2]), np.nan),) * 2
     entropy = -torch.xlogy(patterns, patterns).sum(-1)
-    mean, sem = mean_and_sem(entropy.transpose(0, 1).numpy(force=True))
-    return mean, sem
+    by_prompt = entropy.transpose(0, 1).numpy(force=True)
+    if len(by_prompt) == 1:
+        return by_prompt[0], np.full_like(by_prompt[0], np.nan)
+    return mean_and_sem(by_prompt)

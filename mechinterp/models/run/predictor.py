@@ -145,9 +145,9 @@ class Predictor(ABC):
         Raises:
             ValueError: If the model has fewer layers, or the prompts do not fit it.
         Example:
-            >>> from mechinterp.icl.prompts import sample_prompts
+            >>> from mechinterp.icl.prompts import draw_prompts
             >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-            >>> prompts = sample_prompts(TaskConfig(), 4, dtype=torch.float64)
+            >>> prompts = draw_prompts(TaskConfig(), 4, dtype=torch.float64)
             >>> y = prompts.y.clone().requires_grad_()
             >>> predictor = predictor_of(debiased_gradient_step(0.88, 0.02, d_x=5))
             >>> predictor.with_gradients(replace(prompts, y=y)).requires_grad
