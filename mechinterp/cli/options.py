@@ -123,6 +123,14 @@ HINTS = [
     Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
     for hint in fields(Hints)
 ]
+VerboseOption = Annotated[
+    bool,
+    option(
+        "--verbose",
+        "Also name assumptions that rarely matter, and the readings of a file that were tried.",
+    ),
+]
+VERBOSE = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption)
 DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=DeviceOption)
 
 
@@ -244,7 +252,7 @@ def reads_files(
         request: True: also the options of `Request`, as its argument `request`.
     """
     shared = list(signature(Request).parameters.values()) if request else []
-    options = [*shared, *HINTS, *([DEVICE] if device else [])]
+    options = [*shared, *HINTS, VERBOSE, *([DEVICE] if device else [])]
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -254,7 +262,8 @@ def reads_files(
             stated = {p.name: given.pop(p.name) for p in HINTS}
             law = UNKNOWN if str(stated["task"]) == UNKNOWN else None
             hints = hints_of(**stated | ({} if law is None else {"task": None}))
-            files = Files(hints, device_of(given.pop("device", "cpu")), law)
+            device_name, verbose = given.pop("device", "cpu"), given.pop("verbose")
+            files = Files(hints, device_of(device_name), law, verbose)
             if request:
                 given["request"] = Request(**{p.name: given.pop(p.name) for p in shared})
             try:
@@ -294,6 +303,8 @@ class Files:
     device: str = "cpu"
     law: str | None = None
     """"unknown": the law of given prompts is unknown; None: that of the model is in force."""
+    verbose: bool = False
+    """True: the assumptions on a file are listed in full."""
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to
@@ -310,7 +321,7 @@ class Files:
             steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
             complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
         if checkpoint.assumed:
-            complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint)}.")
+            complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint, self.verbose)}.")
         return checkpoint
 
     def run_of(
@@ -325,8 +336,16 @@ class Files:
         return None
 
 
-def _assumptions(checkpoint: "Checkpoint") -> str:
-    """Settings that were assumed, and the best readings that were tried."""
+PLAIN = ("passes", "rms_norm", "activation", "norm_eps", "score_slope", "packing")
+"""Assumed settings that most models have alike, by their last word; --verbose lists them."""
+
+
+def _assumptions(checkpoint: "Checkpoint", verbose: bool) -> str:
+    """Settings that were assumed and may change the answer, and unused tensors.
+
+    Args:
+        verbose: True: also the settings that rarely matter, and the best readings that were tried.
+    """
     shown = dict(checkpoint.assumed)
     divisor = shown.pop("attn_scale", None)
     if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
@@ -336,9 +355,18 @@ def _assumptions(checkpoint: "Checkpoint") -> str:
     assumed += [
         f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
         for name, value in shown.items()
-        if value not in (None, (), []) and name.startswith(("model.", "scale"))
+        if value not in (None, (), [])
+        and name.startswith(("model.", "scale"))
+        and (verbose or not _rarely_matters(name, value))
     ]
-    tried = "; ".join(map(repr, checkpoint.readings[:2]))
-    losses = f"; loss over that of predicting 0, best readings: {tried}" if tried else ""
-    words = [each for each in (str(shown.get("undetermined", "")), checkpoint.doubt) if each]
+    tried = "; ".join(map(repr, checkpoint.readings)) if verbose else ""
+    losses = f"; loss over that of predicting 0, readings: {tried}" if tried else ""
+    unused = ", ".join(map(str, shown.get("unused") or ()))  # type: ignore[call-overload]
+    words = [f"unused tensors: {unused}" if unused else "", str(shown.get("undetermined", "")), checkpoint.doubt]  # fmt: skip
+    words = [each for each in words if each]
     return "; ".join([", ".join(assumed) + losses, *words])
+
+
+def _rarely_matters(name: str, value: object) -> bool:
+    """True for a setting that most models have alike, or that leaves no trace in a file."""
+    return name.removeprefix("model.") in PLAIN or str(value).startswith("none (")

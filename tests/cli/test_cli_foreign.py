@@ -48,8 +48,23 @@ def test_classify_reads_somebody_elses_run(run: Run, pair: Path):
     assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in ran.err
     assert document["assumed"]["task.beta_var"] == 1 / 3
     assert ran.err.count("\n") == 1
+    assert run("classify", pair, "--verbose", "--json", *FEW).err == ran.err
     given = run("classify", pair, "--json", *FEW, "--context-length", 3).document[0]["assumed"]
     assert set(document["assumed"]) - set(given) == {"task.context_length"}
+
+
+def test_assumptions_are_short_and_in_full_under_verbose(run: Run, tmp_path: Path):
+    state = attention_module(5, width=6, n_heads=3, bias=True).state_dict()
+    state |= {"mask": torch.ones(9, 9).tril(), "out_proj.scale_of_it": torch.randn(3, 3)}
+    torch.save(state, tmp_path / "a.pt")
+    hints = ("--n-heads", 3, "--map", "out_proj.scale_of_it=unused", "--json", *FEW)
+    short = run("classify", tmp_path / "a.pt", *hints).err
+    full = run("classify", tmp_path / "a.pt", "--verbose", *hints).err
+    for line in (short, full):
+        assert "unused tensors: mask, out_proj.scale_of_it" in line
+        assert "attend_to_self = False" in line
+    assert len(short) < len(full)
+    assert ("readings: " in short, "readings: " in full) == (False, True)
 
 
 @pytest.mark.slow
