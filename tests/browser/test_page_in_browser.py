@@ -93,7 +93,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = [name for name in default_names(linear) if name not in STEP_BY_STEP]
     written = {
         "evil": write_report(evil, folder / "evil", n_prompts=128),
-        "linear": write_report(linear, folder / "linear", n_prompts=128, analyses=names),
+        "linear": write_report(linear, folder / "linear", n_prompts=512, analyses=names),
         "both": write_report([evil, linear], folder / "both", n_prompts=128),
     }
     for name, model in (("deep", "sparse-h4-noise0.1-s0"), ("tasks", "two-tasks-h4-s0")):
