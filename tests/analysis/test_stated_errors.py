@@ -22,6 +22,7 @@ from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.registry import ANALYSES, run_analysis
+from mechinterp.analysis.response.response import response
 from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.training.learning_coefficient import local_learning_coefficient
 from mechinterp.analysis.training.sampler import Chains
@@ -170,7 +171,17 @@ def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
     return circuit_faithfulness(source, ranking(), sizes=[3, 9], **drawn)
 
 
+def frames_of_response(source: object, **drawn: int) -> tuple[pd.DataFrame, ...]:
+    """Frames whose rows are the same for every seed: knots of the filter and of similarity are quantiles.
+
+    The coordinates are given, as their choice is not in the errors (docs/response.md).
+    """
+    found = response(source, coordinates=None, **drawn)
+    return found.position, found.order[["size", "size_sem"]], found.left
+
+
 CASES = {
+    "response": Case(softmax, n_prompts=512, run=frames_of_response),
     "classify": Case(softmax),
     "name-algorithm": Case(descents, n_prompts=48, seeds=100, slow=True, run=algorithms),
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
