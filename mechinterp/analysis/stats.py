@@ -31,13 +31,15 @@ def require_moderate(predictions: Tensor) -> None:
 def mean_and_sem(
     values: Float[np.ndarray, " prompt *axes"],
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
-    """Mean over the first axis and its standard error.
+    """Mean over the first axis and its standard error, which is NaN for one value.
 
     Example:
         >>> mean, sem = mean_and_sem(np.array([1.0, 2.0, 3.0]))
         >>> float(mean), round(float(sem), 4)
         (2.0, 0.5774)
     """
+    if len(values) == 1:
+        return np.asarray(values[0]), np.full(values.shape[1:], np.nan)
     sem = values.std(0, ddof=1) / len(values) ** 0.5
     return np.asarray(values.mean(0)), np.asarray(sem)
 

@@ -193,8 +193,10 @@ class Entry:
     def without_truth(self) -> "Entry":
         """The same entry without its answers, as methods get it."""
         blind = replace(self, truth=Truth())
-        # A file is read once; the models are two, so that hooks which a method leaves on change no score.
-        blind.__dict__["checkpoint"] = replace(self.checkpoint)
+        # A file is read once; models and weights are two, so that hooks and edits which a method leaves change no score.
+        blind.__dict__["checkpoint"] = replace(
+            self.checkpoint, weights=self.checkpoint.weights.copied()
+        )
         return blind
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -78,6 +79,7 @@ def test_predictions_and_patterns_of_one_prompt_stay():
     assert predictor_of(MODEL).predict(one).shape == (1, 1)
     patterns = attention_patterns(MODEL, one)
     assert patterns.pattern.shape == (1, 2, 40)
+    assert np.isnan(patterns.entropy_sem).all()
     repeated = attention_patterns(MODEL, one[torch.zeros(64, dtype=int)])
     assert repeated.n_prompts == 64
 

@@ -709,7 +709,7 @@ def test_prompts_and_limits_are_those_asked_for():
     assert classify(wide, thresholds=limits).label == "debiased_gd"
     found = classify_circuits(wide.QK, wide.OV, thresholds=limits)
     assert found.label == "debiased_gd"
-    assert classify(MODE_3, TWO, thresholds=Thresholds(leak=0.04)).label != "task_heads"
+    assert classify(MODE_3, task=TWO, thresholds=Thresholds(leak=0.04)).label != "task_heads"
 
 
 def test_the_threshold_on_the_qk_circuit_is_above_random_heads():

@@ -92,7 +92,7 @@ def test_given_prompts_stand_for_their_law(arrays):
 
 @pytest.mark.slow
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
-    given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.5, 0.01, d_x=D_X)
+    given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.15, 0.01, d_x=D_X)
     found = classify(weights, given)
     assert (found.label, found.n_prompts) == ("debiased_gd", N)
     error = predictor_of(weights).predict(given) - given.y_query

@@ -195,6 +195,20 @@ class Ablation(Result):
         return self.grid("rise_sem")
 
     @property
+    def layer_rise(self) -> Float[np.ndarray, " layer"]:
+        """`rise` without all heads of a layer, under the first method; NaN if layers were not masked."""
+        return self._of_layers("rise")
+
+    @property
+    def layer_rise_sem(self) -> Float[np.ndarray, " layer"]:
+        """Standard error of `layer_rise`, paired."""
+        return self._of_layers("rise_sem")
+
+    def _of_layers(self, column: str) -> Float[np.ndarray, " layer"]:
+        layers = self.others.get("layers")
+        return np.full(1, np.nan) if layers is None else layers.columns[column]
+
+    @property
     def carried_by_few(self) -> Bool[np.ndarray, "*axes"]:
         """True if 1% of the prompts make up more than half of the mean size; the median then says more."""
         return self.grid("carried_by_few")
@@ -303,8 +317,7 @@ class Ablation(Result):
         frame = pd.DataFrame({"layer": range(len(effective)), "effective_heads": effective})
         if "layers" not in self.others:
             return frame
-        whole = self.others["layers"].columns
-        return frame.assign(layer_rise=whole["rise"], layer_rise_sem=whole["rise_sem"])
+        return frame.assign(layer_rise=self.layer_rise, layer_rise_sem=self.layer_rise_sem)
 
     def tables(self) -> dict[str, Table]:
         """The rows; for an overview also layers, Shapley values and subsets."""

@@ -235,7 +235,7 @@ def compare_priors(
     Source:
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
     See also:
-        `ablate`, `over_steps`, `dmmse`, `TaskConfig.pool`.
+        `ablate`, `over_steps`, `mechinterp.icl.dmmse`, `TaskConfig.pool`.
     Example:
         >>> from functools import partial
         >>> from mechinterp.config import TaskConfig

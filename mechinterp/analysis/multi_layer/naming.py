@@ -649,7 +649,8 @@ def name_algorithm(
     given = law.prompts if isinstance(law, PromptsTask) else None
     subject, n_prompts = Subject.of(source, law), n_prompts if given is None else len(given)
     members = candidates_of(subject.task)
-    require_number(n_prompts, max(len(each.names(subject.n_layers)) for each in members))
+    scalars = max(len(each.names(subject.n_layers)) for each in members)
+    require_number(n_prompts, scalars, what="n_prompts" if given is None else "distinct prompts")
     for growth in GROWTH if given is None else (1,):
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)

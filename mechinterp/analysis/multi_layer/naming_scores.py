@@ -665,8 +665,8 @@ def step_effects(
         if the stream cannot be set, or its linear images need more prompts.
     """
     prompts, d_y = prompts[:STEP_PROMPTS], task.d_y
-    hooked = predictor.hooked
     try:
+        hooked = predictor.hooked
         places = query_positions(hooked, prompts)
         if len(_widths(hooked, prompts[:1])) > 1:
             return None  # a layer whose output is no sum with its input

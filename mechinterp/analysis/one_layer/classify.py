@@ -94,7 +94,7 @@ def classify(
         He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
         arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
     See also:
-        `classify_circuits`, `classify_layers`, `name_algorithm`, `compare_learners`.
+        `classify_circuits`, `mechinterp.analysis.multi_layer.classify.classify_layers`, `name_algorithm`, `compare_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label

@@ -232,7 +232,8 @@ def document_parts(document: object, file: Path) -> tuple[dict, ExperimentConfig
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer >= 0, got {step!r}.")
         parts = ("files", "assumed", "origin", "grounds")
-        document = {name: {} for name in parts} | document
+        nothing: dict[str, dict] = {name: {} for name in parts}
+        document = nothing | document
         for name in parts:
             if not isinstance(document[name], dict):
                 raise ValueError(f"{name} must be a JSON object, got {document[name]!r}.")

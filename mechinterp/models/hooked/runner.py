@@ -257,7 +257,7 @@ def masked(
         ValueError: If there is no such head; when it runs, if a layer has another number of heads; at the end,
             if a layer with masked heads never ran; if the model has no hook on an MLP that is masked.
     See also:
-        `mask_heads`, `ablate`.
+        `mechinterp.models.hooked.masks.mask_heads`, `ablate`.
     Example:
         >>> from mechinterp import load
         >>> from mechinterp.icl.prompts import generator_for, draw_prompts

@@ -41,7 +41,7 @@ class ICLTransformer(HookedTransformerNames):
     Raises:
         ValueError: If a size is below 1, or merged heads have a d_head other than d_model.
     See also:
-        `load`, `mask_heads`.
+        `load`, `mechinterp.models.hooked.masks.mask_heads`.
     Example:
         >>> from mechinterp.icl.prompts import generator_for, draw_prompts
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step

@@ -145,7 +145,7 @@ def evaluation_prompts(
         source: A model; or a task, whose prompts are in float64.
         law: Law of drawn prompts; None: the model's own task.
     See also:
-        `prompts_and_law`, which has the other arguments.
+        `mechinterp.models.run.evaluation.prompts_and_law`, which has the other arguments.
     Example:
         >>> from mechinterp.models.constructions.one_layer import zero_head
         >>> evaluation_prompts(zero_head(d_x=5), n_prompts=8)
