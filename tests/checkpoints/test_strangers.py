@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mechinterp.analysis.ablation.ablate import ablate
@@ -44,6 +44,8 @@ ALONE = {"score": "softmax", "scale": 0.5, "columns": "x,y", "attend_to_self": F
 """The same for one layer of attention alone."""
 
 
+STORED = Path(__file__).with_name("trained")
+"""Files NUMBER.safetensors of the models of TRAINED, in its order."""
 WHOLE = {"norm": "layer", "mlp": True}
 TRAINED = (
     Kind(2, norm="rms", mlp=True, steps=300),
@@ -67,7 +69,21 @@ def test_the_loss_tells_what_leaves_no_trace(tmp_path: Path, kind: Kind):
 
     Readings that predict equally well are named with the option that decides.
     """
-    model, said = trained(kind), joins(kind)
+    assert_read(tmp_path, kind, trained(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(TRAINED)))
+def test_stored_models_of_every_kind_are_read(tmp_path: Path, number: int):
+    """The weights that `trained` gave, so that every run of the tests reads every kind."""
+    model = Stranger(TRAINED[number])
+    model.load_state_dict(load_file(STORED / f"{number:02d}.safetensors"))
+    assert_read(tmp_path, TRAINED[number], model.eval().requires_grad_(False))
+
+
+def assert_read(tmp_path: Path, kind: Kind, model: Stranger) -> None:
+    """The file of a trained model is read so that it predicts as the model does, without a doubt."""
+    said = joins(kind)
     if kind == TRAINED[0]:  # sooner done where these four are stated
         names = ("layout", "residual", "context_keys", "activation")
         stated = {name: said[name] for name in names}
