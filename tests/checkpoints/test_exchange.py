@@ -119,7 +119,7 @@ def test_a_state_dict_alone_is_read_and_what_it_does_not_say_is_assumed(tmp_path
     assert not {"task.noise_var", "task.covariance.kind"} & assumed.keys()
     assert checkpoint.history is None
     convert(checkpoint, "native", tmp_path / "native")
-    assert load(tmp_path / "native").assumed == json.loads(json.dumps(checkpoint.assumed))
+    assert load(tmp_path / "native").assumed == json.loads(json.dumps(checkpoint.assumed_and_doubt))
     convert(load(tmp_path / "native"), "transformer-lens", tmp_path / "exchange")
     assert load(tmp_path / "exchange").assumed == load(tmp_path / "native").assumed
 

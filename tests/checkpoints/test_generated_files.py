@@ -240,7 +240,7 @@ def require_converted(checkpoint: Checkpoint, folder: Path) -> None:
             assert_same(written.weights, checkpoint.weights)
         torch.testing.assert_close(written.predictor.predict(prompts), expected, **CLOSE)
         assert written.config == checkpoint.config
-        assert written.assumed == json.loads(json.dumps(dict(checkpoint.assumed)))
+        assert written.assumed == json.loads(json.dumps(checkpoint.assumed_and_doubt))
     if not has_place:
         words = "softmax attention only|attends to itself|needs one layer of attention"
         assert_refused(words, convert, checkpoint, "transformer-lens", folder / "refused")
