@@ -390,8 +390,8 @@ def test_a_module_of_two_inputs_is_called_with_xs_and_ys(prompts, wrapped):
     pairs, tokens = getattr(module, "module", module), prompts.tokens
     expected = pairs(tokens[..., : TASK.d_x], tokens[..., TASK.d_x :])[:, -1, -1:]
     torch.testing.assert_close(hooked.predict(prompts), expected)
-    # Parts that are not known by name are not called norms.
-    assert classify(hooked, n_prompts=16).label == "undetermined"
+    # Parts that are not known by name are not called norms: its own predictions prove the reading of its random weights.
+    assert classify(hooked, n_prompts=16).label == "unstructured"
 
 
 def test_layers_are_taken_in_the_order_in_which_they_run(prompts):

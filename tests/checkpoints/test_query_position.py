@@ -1,5 +1,7 @@
 """The stream of a hooked module is read where its prediction is read, wherever that is."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -161,7 +163,7 @@ def test_a_pooling_module_of_other_positions_is_asked_for_one(prompts):
     pooled = made(Pooled, 1, 2)
     hooked = hook_module(pooled, task=TASK)
     message = f"position must be given to hook_module: the stream has {PAIRS + 3} positions where the input has {PAIRS}, and"
-    for analysis in (probe, p_probe, prune):
+    for analysis in (probe, p_probe, partial(prune, refit=True)):
         with pytest.raises(ValueError, match=message):
             analysis(hooked, prompts)
     stated = hook_module(pooled, task=TASK, position=-3)
@@ -209,7 +211,7 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module)
     assert not streams[1, :, 0, 1:].any()
     probes = probe_of(hooked, prompts, own_prediction(hooked))
     assert probes.r2[1, 0] > 1 - 1e-6 > probes.r2[0, 0]
-    assert prune(hooked, prompts, rule=best_head_first).refit_risk > 0
+    assert prune(hooked, prompts, rule=best_head_first, refit=True).refit.risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
 
 

@@ -1,6 +1,6 @@
 """Targets of linear probes: functions of the prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -80,7 +80,8 @@ def named_targets(
     """
     if isinstance(targets, Mapping) and targets:
         return dict(targets), False
-    listed = [targets] if isinstance(targets, str) or callable(targets) else list(targets)
+    alone = isinstance(targets, str) or callable(targets) or not isinstance(targets, Iterable)
+    listed = [targets] if alone else list(targets)
     chosen: dict[str, Target] = {}
     for each in listed:
         if not callable(each) and each not in (*TARGETS, READ_OUT):
