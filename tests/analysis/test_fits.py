@@ -69,8 +69,9 @@ def test_numbers_are_those_of_the_three_functions_before(name: str):
     prompts = draw_prompts(task, 256, seed=3, dtype=torch.float64)
     curve = error_curve(checkpoint, prompts, context_lengths=case["lengths"], task=task)
     one = compare_learners(checkpoint, prompts, task=task)
-    # One pass of garg-tiny, in float32, in place of one run: its predictions differ by rounding.
-    near = partial(pytest.approx, rel=1e-6 if curve.one_pass else 1e-8, abs=1e-14)
+    # Models of several layers predict in float32, whose rounding differs by the order of sums on other threads.
+    one_layer = checkpoint.config.model.one_attention
+    near = partial(pytest.approx, rel=1e-8 if one_layer else 1e-6, abs=1e-14)
     for place, numbers in case["rows"].items():
         n_pairs, learner = place.split()
         found = one if int(n_pairs) == one.trained[1] else curve

@@ -187,6 +187,8 @@ CASES = {
     "attribute-edges": Case(n_prompts=32, seeds=100, slow=True),
     "circuit-faithfulness": Case(n_prompts=64, run=circuits_of_one_ranking),
     "compare-learners": Case(softmax, n_prompts=256),
+    # Least squares has no mean risk near three pairs in three dimensions, and a ratio to it no error.
+    "error-curve": Case(layers, settings={"context_lengths": (6, 7, 8)}),
     "compare-priors": Case(with_pool, settings={"context_lengths": (10, 40)}),
     "local-learning-coefficient": Case(
         on_moments, seeds=100, slow=True, settings={"chains": CHAINS}

@@ -185,7 +185,7 @@ def test_edges_between_heads_with_rotary_positions_are_those_of_the_file_of_the_
     hooked = hook_module(stack, task=TASK)
     torch.testing.assert_close(own.predictor.predict(prompts), hooked.predict(prompts))
     one, other = (
-        attribute_edges(each, prompts[:4], corrupted=prompts[4:8]) for each in (own, hooked)
+        attribute_edges(each, prompts[:8], corrupted=prompts[8:16]) for each in (own, hooked)
     )
     for field in ("patched", "estimate"):
         found, expected = getattr(other, field), getattr(one, field)
@@ -426,7 +426,7 @@ def test_threads_get_the_numbers_of_one(prompts):
     calls = [
         *(lambda head=head: by_hooks(head) for head in TWO),
         lambda: predictor_of(checkpoint).run(own, [[(0, 0)], [(0, 1)]]),
-        lambda: torch.as_tensor(ablate(hooked, prompts[:4], what="heads").rise),
+        lambda: torch.tensor(ablate(hooked, prompts[:8], what="heads").rise.copy()),
         lambda: hooked.predict(prompts),
     ]
     expected = [call() for call in calls]

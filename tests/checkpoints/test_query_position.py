@@ -124,7 +124,7 @@ def test_what_looks_into_its_stream_looks_there(prompts):
     assert run.shape == (len(prompts), PAIRS, WIDTH)
     torch.testing.assert_close(run[:, -1], predictor_of(hooked).streams(prompts)[1, :, 0])
     assert p_probe(hooked, prompts).risk[2, 1] != p_probe(wrong, prompts).risk[2, 1]
-    refitted = [prune(each, prompts).refit_risk for each in (hooked, wrong)]
+    refitted = [prune(each, prompts, refit=True).refit.risk for each in (hooked, wrong)]
     assert refitted[0] != refitted[1]
 
 
@@ -236,7 +236,7 @@ class SumsOutside(nn.Module):
 @pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
-    for analysis in (probe, prune, p_probe_of):
+    for analysis in (probe, partial(prune, refit=True), p_probe_of):
         with pytest.raises(ValueError, match="a sum with the stream stands outside"):
             analysis(hooked, prompts)
     assert ablate(hooked, prompts, what="heads").rise.any()
