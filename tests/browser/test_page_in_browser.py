@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 EVIL = "<img src=x onerror=alert(1)>"
 READY = "body[data-drawn]"
 NARROW = {"width": 400, "scheme": "dark"}
-FIGURES = {"evil": 16, "linear": 17, "both": 2, "deep": 20, "tasks": 16}
+FIGURES = {"evil": 18, "linear": 21, "both": 2, "deep": 23, "tasks": 18}
 """Number of figures of each page."""
 STEP_BY_STEP = ("classify-over-steps", "circuits-over-steps")
 
@@ -62,10 +62,9 @@ class Opened:
 
     def unfold(self, what: str) -> None:
         """Open the folds around what a selector finds, as a reader does."""
-        for fold in self.page.locator(
-            "details.more:not([open])", has=self.page.locator(what)
-        ).all():
-            fold.evaluate("fold => fold.open = true")
+        folds = self.page.locator("details.more:not([open])", has=self.page.locator(what))
+        while folds.count():
+            folds.first.evaluate("fold => fold.open = true")
         self.page.wait_for_timeout(300)
 
 
@@ -202,8 +201,8 @@ def test_the_slider_moves_the_heatmaps_and_their_titles(visit: Visit):
 
 def test_the_slider_of_linear_attention_tells_the_algorithm(visit: Visit):
     at = visit("linear", width=400)
-    at.unfold("#figure-components_loss")
-    section = at.page.locator("section", has=at.page.locator("#figure-components_loss"))
+    at.unfold("#figure-linear_components_loss")
+    section = at.page.locator("section", has=at.page.locator("#figure-linear_components_loss"))
     slider = section.locator("label.slider", has_text="step").locator("input")
     slider.focus()
     at.page.keyboard.press("Home")
@@ -235,7 +234,7 @@ def test_figures_follow_the_colours_of_the_page(visit: Visit):
     def zero_and_model() -> tuple[str, str]:
         """The colour of a heatmap at zero, and that of the model's curve."""
         scale = "document.getElementById('figure-circuits').data[0].colorscale"
-        curve = "document.getElementById('figure-fit_loss').data.find(t => t.meta).line.color"
+        curve = "document.getElementById('figure-learner_loss').data.find(t => t.meta).line.color"
         return at.page.evaluate(f"{scale}.find(c => c[0] === 0.5)[1]"), at.page.evaluate(curve)
 
     text, ground = text_and_ground()

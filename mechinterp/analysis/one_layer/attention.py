@@ -50,11 +50,11 @@ class AttentionPatterns(Result):
     """The query's response without noise."""
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
-    entropy: Float[np.ndarray, "layer head"]
+    entropy: Float[np.ndarray, "layer head_of_layer"]
     """Mean over the first `ENTROPY_PROMPTS` prompts of -Σ p log p over the keys, in nats: log of the
     number of keys for equal weights, 0 if one key has all the weight. NaN for weights that are no
     distribution."""
-    entropy_sem: Float[np.ndarray, "layer head"]
+    entropy_sem: Float[np.ndarray, "layer head_of_layer"]
     """Standard error of `entropy` over prompts."""
     COLUMNS: ClassVar = HEADS | {
         "prompt": "Number of the prompt, from 0.",

@@ -290,11 +290,11 @@ class _CutEdges:
     """
 
     model: Any
-    corrupted: dict[str, Float[Tensor, "batch pos sender d_model"]]
+    corrupted: dict[str, Float[Tensor, "batch pos written d_model"]]
     """Outputs of the senders on the corrupted prompts, by hook."""
     cut: Bool[Tensor, "sender receiver"]
     """True for the edges that are not kept."""
-    changes: list[Float[Tensor, "batch pos sender d_model"]] = field(default_factory=list)
+    changes: list[Float[Tensor, "batch pos written d_model"]] = field(default_factory=list)
     """Corrupted minus current output of the senders that have run, in their order."""
 
     def note(self, values: Tensor, hook: object, *, name: str) -> None:
