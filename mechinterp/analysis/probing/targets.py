@@ -80,8 +80,10 @@ def named_targets(
     """
     if isinstance(targets, Mapping) and targets:
         return dict(targets), False
-    alone = isinstance(targets, str) or callable(targets) or not isinstance(targets, Iterable)
-    listed = [targets] if alone else list(targets)
+    if isinstance(targets, Iterable) and not isinstance(targets, str):
+        listed = list(targets)
+    else:
+        listed = [targets]
     chosen: dict[str, Target] = {}
     for each in listed:
         if not callable(each) and each not in (*TARGETS, READ_OUT):
