@@ -259,11 +259,11 @@ def test_heads_are_switched_off_by_the_reader(visit: Visit):
         return box.locator("output").inner_text(), [float(text) for text in cells]
 
     told, (_, kept, every, _) = shown()
-    assert risks["H0 H1"] in told
+    assert risks["L0H0 L0H1"] in told
     assert kept == every
     box.get_by_label("head 1").uncheck()
     told, (_, kept, every, _) = shown()
-    assert risks["H0"] in told
+    assert risks["L0H0"] in told
     assert kept != every
     box.get_by_label("head 0").uncheck()
     told, (_, kept, _, _) = shown()
