@@ -50,7 +50,7 @@ class Kind:
     label: str
     """Name of a row in a sentence, from these columns."""
     title: str
-    """Of the table and the figure; {metric} stands for the metric."""
+    """Title of the table and of the figure; {metric} stands for the metric."""
     is_grid: bool = True
     """True if every entry of one column meets every entry of the others."""
 
