@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
-from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
+from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
@@ -94,7 +94,7 @@ def classify(
         He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
         arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
     See also:
-        `classify_circuits`, `mechinterp.analysis.multi_layer.classify.classify_layers`, `name_algorithm`, `compare_learners`.
+        `classify_circuits`, `name_algorithm`, `compare_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
@@ -184,7 +184,7 @@ def _classified_layers(
 
     One layer is read through a linear read-out of its attention if that explains the prediction.
     """
-    layered = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    layered = layered_classification(source, task, n_prompts=n_prompts, seed=seed)
     weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
         return layered
