@@ -242,7 +242,7 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
     made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
     if not no_law(task):
-        beta = prompts.task_vectors("an identity")
+        beta = prompts.task_vectors_at_every_x("an identity")[:, -1]
         x = prompts.x_query.roll(1, 0)
         changed = {"x_query": x, "y_query_clean": _times(x, beta)}
         made["linear in x_query"] = _added(predict, prompts, known, changed)
@@ -251,11 +251,8 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
                 sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
                 made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
         if task.sparsity is None and task.n_tasks is None:
-            noise, other = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
-            changed = {
-                "y": prompts.x @ other + noise,
-                "y_query_clean": _times(prompts.x_query, other),
-            }
+            other = prompts.with_next_task("an identity")
+            changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
             made["linear in y: sum"] = _added(predict, prompts, known, changed)
             if task.supports is None and isotropic(task):
                 made["same if x is rotated"] = _rotated(prompts, seed), known
