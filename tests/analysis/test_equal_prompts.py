@@ -82,6 +82,16 @@ def test_predictions_and_patterns_of_one_prompt_stay():
     assert np.isnan(patterns.entropy_sem).all()
     repeated = attention_patterns(MODEL, one[torch.zeros(64, dtype=int)])
     assert repeated.n_prompts == 64
+    assert np.isnan(repeated.entropy_sem).all()
+
+
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_entropies_have_an_error_from_8_distinct_prompts_on(n: int):
+    once = attention_patterns(MODEL, ONCE[:n])
+    repeated = attention_patterns(MODEL, ONCE[torch.arange(64) % n])
+    np.testing.assert_allclose(repeated.entropy, once.entropy, rtol=1e-6)
+    np.testing.assert_allclose(repeated.entropy_sem, once.entropy_sem, rtol=1e-5)
+    assert np.isfinite(once.entropy_sem).all() == (n == 8)
 
 
 def test_copies_of_one_prompt_get_no_label():
