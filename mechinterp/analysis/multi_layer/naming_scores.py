@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.multi_layer.directions import Progress
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
@@ -350,6 +351,8 @@ class Scores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
     @property
     def names(self) -> list[str]:
