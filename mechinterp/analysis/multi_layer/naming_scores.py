@@ -199,7 +199,7 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
         spread = tuple((values / values.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=spread)
         laws["wide spread"] = (replace(law, covariance=wide), n)
-    noise_var = law.noise_var or NO_NOISE * law.signal_var
+    noise_var = law.noise_variance or NO_NOISE * law.signal_var
     for name in NOISES if subject.is_function else ("less noise",):
         laws[name] = (replace(law, noise_var=NOISES[name] * noise_var), n)
     settings = {}
