@@ -232,6 +232,8 @@ def _components(
     """Principal components that a step of linear attention uses, if the task has one response."""
     if form.kind != "matrix" or task.d_y > 1 or task.supports is not None or no_law(task):
         return None
+    if task.drift != 1:
+        return None
     return components(scales.step[0].mT.numpy(), task, limit=limits.equal)
 
 
