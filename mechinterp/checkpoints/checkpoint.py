@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
@@ -245,8 +245,6 @@ class Checkpoint(Run):
         suggests it. Computed on first use."""
         if "doubt" in self.assumed:
             return str(self.assumed["doubt"])
-        if self.readings and not self.readings[0].predicts:
-            return predicts_nothing(self.readings)
         return "" if self.doubting is None else self.doubting()
 
     @property

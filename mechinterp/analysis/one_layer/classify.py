@@ -42,7 +42,7 @@ from mechinterp.analysis.one_layer.linear_components import Components, componen
 from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
@@ -132,7 +132,11 @@ def classify(
         readings = possible if any(each.predicts for each in possible) else readings[:1]
         under = [checkpoint.under(each) for each in readings]
     every = [labelled(each) for each in under]
-    label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
+    # The doubt of a file that predicts is computed where it is shown.
+    in_doubt = "" if readings[0].predicts else cast("Checkpoint", source).doubt
+    label, reason = agreed_label(
+        [each.label for each in every], every[0].reason, readings, in_doubt
+    )
     doubt = _scale_doubt(predictor) if one else every[0].reading_doubt
     return replace(every[0], label=label, reason=reason, reading_doubt=doubt)
 
@@ -143,7 +147,7 @@ def _scale_doubt(predictor: Predictor) -> str:
 
 
 def agreed_label(
-    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading], doubt: str = ""
 ) -> tuple[str, str]:
     """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
     decides.
@@ -151,9 +155,10 @@ def agreed_label(
     Args:
         patterns: Labels of the remaining readings, in their order.
         reason: Reason of the first label.
+        doubt: Doubt about a file that no reading of which predicts.
     """
     if not readings[0].predicts:
-        return "undetermined", predicts_nothing(readings)
+        return "undetermined", doubt
     possible = [reading for reading in readings if reading.stands]
     if len(set(patterns)) == 1:
         first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)

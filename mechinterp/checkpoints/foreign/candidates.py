@@ -91,7 +91,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     Raises:
         ValueError: If the user contradicts what the format fixes.
     """
-    tries = _of_attention(form) if parts.alone else _of_layers(parts, form)
+    tries = _of_attention(form) if parts.alone else _of_layers(parts, form, given)
     tries["score_slope"] = (hints.score_slope or 1.0,)
     if not parts.has("read_out.weight"):
         tries["output_column"] = _output_columns(parts, hints)
@@ -143,20 +143,23 @@ def _of_attention(form: Format) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
+def _of_layers(
+    parts: Parts, form: Format, given: Mapping[str, object]
+) -> dict[str, tuple[object, ...]]:
     normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
     read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
     plain, final = not (normed or mlps), parts.has("final_norm.weight")
     bent = mlps and any(bool(layer["mlp_in.weight"].any()) for layer in parts.layers)
+    several = len(parts.layers) > 1 or given.get("passes", 1) != 1
     open_positions = read_in and not plain and not parts.has("positions.weight")
     return {
         "norm": ("before", "after") if normed else (None,),
         "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),
-        # In a single layer only the query matters, and it attends to the whole context in both
-        # cases.
-        "context_keys": (False, True) if len(parts.layers) > 1 else (False,),
+        # In a single layer that runs once only the query matters, and it attends to the whole
+        # context in both cases.
+        "context_keys": (False, True) if several else (False,),
         "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
         "scale": (None, 1.0) if plain and parts.d_head > 1 else (None,),
         "residual": (True, False) if len(parts.layers) == 1 and not (normed or final) else (True,),

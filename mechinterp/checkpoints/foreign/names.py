@@ -164,6 +164,16 @@ def is_mask(tensor: Tensor) -> bool:
     return square and any(bool((zeros | (tensor == one)).all()) for one in (1, -torch.inf))
 
 
+def shown(name: str) -> str:
+    """A name from a file, cut to fit in one line."""
+    return name if len(name) <= 100 else f"{name[:97]}..."
+
+
+def shown(name: str) -> str:
+    """A name from a file, cut to fit in one line."""
+    return name if len(name) <= 100 else f"{name[:97]}..."
+
+
 MAX_DEPTH = 4
 """Depth of words up to which names are compared; larger values find copies in deeper containers,
 but take longer."""

@@ -25,7 +25,7 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
-from mechinterp.checkpoints.foreign.doubts import doubt_of
+from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
@@ -37,7 +37,6 @@ from mechinterp.checkpoints.foreign.score import (
     Reading,
     Tried,
     better_packing,
-    tied,
     try_cases,
 )
 from mechinterp.checkpoints.foreign.tensors import (
@@ -49,6 +48,8 @@ from mechinterp.checkpoints.foreign.tensors import (
     unused_names,
 )
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
+from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
+from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -117,6 +118,8 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
+    known[SAVED_TIMES] = raw.get(SAVED_TIMES)
+    known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
@@ -519,6 +522,10 @@ def _checkpoint(
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
         if open_between := tied(readings):
             assumed["undetermined"] = open_between
+    if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
+        assumed["weights"] = f"the last of {times} that were saved"
+    if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
+        assumed["weights"] = f"the last of {times} that were saved"
     if unused := unused_names(stored.tensors, case.source.hints.map or {}):
         assumed["unused"] = unused
     stated: dict[str, object] = {
@@ -539,7 +546,7 @@ def _checkpoint(
         stated=stated,
         known=known,
         readings=readings,
-        doubting=partial(doubt_of, case),
+        doubting=partial(doubt_of, case, readings),
     )
 
 

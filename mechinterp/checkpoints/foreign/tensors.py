@@ -27,7 +27,9 @@ from mechinterp.checkpoints.foreign.names import (
     Piece,
     Tensors,
     is_harmless,
+    is_mask,
     piece_of,
+    shown,
 )
 from mechinterp.checkpoints.foreign.options import Hints, settle
 from mechinterp.checkpoints.io.files import naming
@@ -115,7 +117,7 @@ def _part_of(
         linear = piece.kind == "bias" or f"{stem}.bias" in tensors or piece.name.endswith(("kernel", ".w"))  # fmt: skip
         # Where both sizes are widths, a model of words writes as many outputs as there are words.
         fewer = into in widths and any(n < into for n in n_written)
-        shaped = out in widths and (into not in widths or fewer) and not piece.name.endswith("W_E")
+        shaped = out in widths and (into not in widths or fewer)
         return "read_in" if linear or shaped else "words"
     if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
         width, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
@@ -166,6 +168,10 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         shape = list(tensors[words.name].shape)
         if shape[0] == 1:  # the placeholder in files for HookedTransformer
             return
+        read_out = layout.ends.get(("read_out", "weight"))
+        n_written = min(tensors[read_out.name].shape, default=0) if read_out is not None else 0
+        if words.name.endswith("W_E") and 0 < n_written < shape[0] - 1 and shape[0] <= shape[-1]:
+            raise ValueError(f"{words.name} {shape} is a table of words, or reads numbers; if tokens are {shape[0]} numbers (x, y), state --map {words.name}=read_in; word tokens are not read.")  # fmt: skip
         raise ValueError(WORD_MODEL.format(words.name, shape))
 
 
@@ -182,11 +188,6 @@ def _grouped(tensors: Tensors, layout: Layout) -> str:
         if q_rows == k_rows and k_in < q_in and q_in % k_in == 0 and shapes[0] != shapes[1]:
             return f"{q_in} columns of queries, {k_in} of keys"
     return ""
-
-
-def shown(name: str) -> str:
-    """A name from a file, cut to fit in one line."""
-    return name if len(name) <= 100 else f"{name[:97]}..."
 
 
 class TensorError(ValueError):
@@ -214,17 +215,19 @@ def of_file(file: Path) -> Iterator[None]:
             ) from None
 
 
-UNUSED = "unused"
+UNUSED, MASK = DROPPED = ("unused", "mask")
+"""Known names whose tensors are dropped; a mask must look like one."""
 
 
 def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors renamed by `names`, {theirs: known}; those mapped to `unused` are dropped.
+    """Tensors renamed by `names`, {theirs: known}; those mapped to `unused` or `mask` are dropped.
 
     The key is a whole name, or whole words of names. Words before the last one stay. The ending,
     such as weight or kernel, stays too, unless both sides end in such a word.
 
     Raises:
-        ValueError: If a key matches no name, or two tensors would get the same name.
+        ValueError: If a key matches no name, two tensors would get the same name, or a tensor is
+            no mask.
     Example:
         >>> import torch
         >>> list(mapped({"block.final.kernel": torch.zeros(1)}, {"block.final": "o_proj"}))
@@ -236,7 +239,9 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
         if not any(map(pattern.search, named)):
             listed = ", ".join(map(shown, [*named][:8]))
             raise ValueError(f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}.")  # fmt: skip
-        if known == UNUSED:
+        if known == MASK:
+            _require_masks({n: t for n, t in named.items() if pattern.search(n)}, theirs)
+        if known in DROPPED:
             named = {name: t for name, t in named.items() if not pattern.search(name)}
             continue
         words = re.split(r"[./]", theirs)
@@ -252,13 +257,22 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
     return named
 
 
+def _require_masks(tensors: Tensors, theirs: str) -> None:
+    """Refuse a tensor that is no square of booleans, of 0 and 1, or of 0 and -inf."""
+    for name, tensor in tensors.items():
+        square = tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]
+        if not (square and is_mask(tensor)):
+            rule = "must be squares of booleans, of 0 and 1, or of 0 and -inf to be a mask"
+            raise ValueError(f"{shown(name)} {rule}, got shape {list(tensor.shape)} of {tensor.dtype}; if the model does without, drop it by --map {shown(theirs)}=unused.")  # fmt: skip
+
+
 def _whole_words(name: str) -> re.Pattern[str]:
     return re.compile(rf"(^|[./])({re.escape(name)})(?=$|[./])")
 
 
 def unused_names(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
-    """Names of the tensors that no reading uses: buffers, a table of words beside a read-in, and those mapped to `unused`."""
-    dropped = [_whole_words(theirs) for theirs, known in names.items() if known == UNUSED]
+    """Names of the tensors that no reading uses: buffers, a table of words beside a read-in, and those that the user drops."""
+    dropped = [_whole_words(theirs) for theirs, known in names.items() if known in DROPPED]
     ends = layout_of(tensors).ends
     tables = [p.name for (part, _), p in ends.items() if part == "words" and ("read_in", "weight") in ends]  # fmt: skip
     return [
@@ -516,7 +530,7 @@ def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
             tensor = tensor.squeeze(tensor.shape.index(1))
         if kind == "weight" and part != "final_norm":
             _require_matrix(piece.name, tensor)
-            if part != "positions" and piece.axes != TRANSPOSED:
+            if part != "positions" and not _reads_by_rows(piece, tensor, width):
                 tensor = tensor.mT
         matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor)
     if "read_in.weight" in matrices and "read_out.weight" not in matrices:
@@ -532,6 +546,14 @@ def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
     }
     _require_shapes(matrices, shapes)
     return {name: matrix.tensor for name, matrix in matrices.items()}
+
+
+def _reads_by_rows(piece: Piece, tensor: Tensor, width: int) -> bool:
+    """True if a matrix of the ends is [in, out]; the shape decides if the name does not."""
+    if piece.axes is not None:
+        return piece.axes == TRANSPOSED
+    rows, columns = tensor.shape if piece.part in ("read_in", "words") else tensor.shape[::-1]
+    return columns == width != rows
 
 
 def require_numbers(tensor: Tensor, what: str) -> None:
