@@ -301,7 +301,7 @@ class Checkpoint(Run):
     def outline(self) -> Outline:
         """Config, step and shapes, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
-        stated = (self.format, self.assumed, self.origin)
+        stated = (self.format, self.assumed, self.origin, self.grounds)
         return Outline(self.path, self.config, self.step, shapes, *stated)
 
     @cached_property

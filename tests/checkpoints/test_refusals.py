@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         ARRAYS | {"W_Q": ARRAYS["W_Q"] * 1e36},
         {"scale": 1e6},
     ),
-    "must have one layer, got 2": (LENS | {"blocks.1.attn.W_Q": ones(2, 4, 2)}, {}),
+    "got blocks.1.attn.W_Q": (LENS | {"blocks.1.attn.W_Q": ones(2, 4, 2)}, {}),
     "task.context_length must be <= 0, the most that 2 positions allow, got 1.": (
         GPT2 | {"wpe.weight": zeros(2, 16)},
         {"n_heads": 4},

@@ -358,7 +358,9 @@ class Case:
     model: ModelConfig
     task: TaskConfig
     known: frozenset[str]
-    """Fields of the task that the file, its shapes or the user state, such as task.d_x."""
+    """Fields of the task that are stated or that shapes show, such as task.d_x."""
+    stated: frozenset[str]
+    """Fields of the task that the file's settings or the user state."""
     _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     """Predictions by number of prompts, as a case is compared several times."""
 
@@ -421,10 +423,11 @@ def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
     task, known = source.task(sizes, min((n for n in limits if n is not None), default=None))
     ExperimentConfig(task=task, model=model)
     d_x, d_y = source.stated
+    stated = known | {f"task.{n}" for n in ("d_x", "d_y") if n in source.hints.given}
     if parts.shown_responses or (d_x, d_y) != (None, None):
         in_doubt = len(source.choices.get("layout", ())) > 1 and d_x is None
         known |= {"task.d_y"} if in_doubt else {"task.d_x", "task.d_y"}
-    return Case(source, parts, tried, model, task, known)
+    return Case(source, parts, tried, model, task, known, stated)
 
 
 def n_prompts_for(cases: Sequence[Case], more: int) -> int:

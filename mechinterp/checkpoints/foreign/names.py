@@ -169,11 +169,6 @@ def shown(name: str) -> str:
     return name if len(name) <= 100 else f"{name[:97]}..."
 
 
-def shown(name: str) -> str:
-    """A name from a file, cut to fit in one line."""
-    return name if len(name) <= 100 else f"{name[:97]}..."
-
-
 MAX_DEPTH = 4
 """Depth of words up to which names are compared; larger values find copies in deeper containers,
 but take longer."""

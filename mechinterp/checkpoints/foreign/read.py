@@ -49,7 +49,6 @@ from mechinterp.checkpoints.foreign.tensors import (
 )
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
-from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -118,7 +117,6 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
-    known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
@@ -524,16 +522,15 @@ def _checkpoint(
             assumed["undetermined"] = open_between
     if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
         assumed["weights"] = f"the last of {times} that were saved"
-    if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
-        assumed["weights"] = f"the last of {times} that were saved"
     if unused := unused_names(stored.tensors, case.source.hints.map or {}):
         assumed["unused"] = unused
     stated: dict[str, object] = {
         f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried
     }
-    stated |= {n: v for n, v in values if n in case.known}
+    stated |= {n: v for n, v in values if n in case.known & case.stated}
     rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
-    known = {f"model.{name}": case.value_of(name) for name in rest}
+    known = {n: v for n, v in values if n in case.known - case.stated}
+    known |= {f"model.{name}": case.value_of(name) for name in rest}
     if "attn_scale" not in assumed and "model.scale" not in stated:
         known["model.scale"] = case.scale
     return Checkpoint(

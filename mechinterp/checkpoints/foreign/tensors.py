@@ -118,6 +118,7 @@ def _part_of(
         # Where both sizes are widths, a model of words writes as many outputs as there are words.
         fewer = into in widths and any(n < into for n in n_written)
         shaped = out in widths and (into not in widths or fewer)
+        shaped = shaped and (bool(n_written) or not piece.name.endswith("W_E"))
         return "read_in" if linear or shaped else "words"
     if piece.part in ("mlp_in", "mlp_out") and "Dense_" in piece.name and piece.layer is None:
         width, part = (into, "read_in") if piece.part == "mlp_in" else (out, "read_out")
