@@ -607,10 +607,10 @@ class Naming(Decision, Result):
         """R² of each algorithm after each layer."""
         sems = self.table[[f"{name}_sem" for name in self._by_layer]]
         return figures.lines(
-            np.arange(1, self.n_layers + 1),
+            np.arange(self.n_layers),
             {name: (r2.to_numpy(), sems.loc[name].to_numpy()) for name, r2 in self.path.iterrows()},
             title="R² of each algorithm with the model's prediction after each layer",
-            x_title="layers run",
+            x_title="after layer (the first is 0)",
             y_title="R²",
         )
 
