@@ -164,7 +164,6 @@ def evaluation_prompts(
         prompts = source.prompts.to(torch.float64)
     least = 1 if repeated else least_for(fitted)
     if prompts is not None:
-        _require_moderate(prompts)
         given = prompts if context_length is None else prompts.shortened(context_length)
         given = given if repeated else distinct(given)
         require_number(len(given), fitted, what="distinct prompts", least=least)
@@ -345,13 +344,15 @@ def require_prompts(prompts: object, analysis: str = "", *, name: str = "prompts
         analysis: Name of the analysis, which the message begins with.
         name: Name of the argument.
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it is something else, or an entry is beyond LARGEST_ENTRY.
     Example:
         >>> require_prompts(64, "probe")
         Traceback (most recent call last):
         ...
         ValueError: probe: prompts must be Prompts, got the number 64; a number of prompts is n_prompts=.
     """
+    if isinstance(prompts, Prompts):
+        _require_moderate(prompts)
     if prompts is None or isinstance(prompts, Prompts):
         return
     what, instead = _described(prompts)
