@@ -9,7 +9,8 @@ from mechinterp import classify, name_algorithm, response, sample_prompts
 from mechinterp.analysis.labels import ALGORITHMS_RANGE, PATTERNS_RANGE
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.registry import ANALYSES, run_analysis
-from mechinterp.checkpoints.checkpoint import load, save
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.load import load
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import peak_memory
 from mechinterp.models.constructions.descent import gradient_descent_model
