@@ -38,7 +38,12 @@ from mechinterp.analysis.one_layer.label_rules import (
     scales_of,
 )
 from mechinterp.analysis.one_layer.linear_components import Components, components
-from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
+from mechinterp.analysis.one_layer.random_null import (
+    SMALL_IS_STRUCTURE,
+    is_bare,
+    null_of,
+    random_shape,
+)
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
@@ -179,8 +184,7 @@ def _classified(
     compared = {
         "qk_diagonal_best": float(groups.qk_diagonal.max()),
         "ov_last_entry_best": float(groups.ov_last_entry.max()),
-        "omega_spread": scales.omega_spread,
-        "zero_sum": scales.zero_sum,
+        **{name: getattr(scales, name) for name in SMALL_IS_STRUCTURE},
         "substitution_r2": substitution.r2,
         "task_r2": loss.r2,
     }
@@ -228,6 +232,8 @@ def _components(
 ) -> Components | None:
     """Principal components that a step of linear attention uses, if the task has one response."""
     if form.kind != "matrix" or task.d_y > 1 or task.supports is not None or no_law(task):
+        return None
+    if task.drift != 1:
         return None
     return components(scales.step[0].mT.numpy(), task, limit=limits.equal)
 
