@@ -33,6 +33,9 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = cfg
         self._add_weights()
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
         self.hook_attn_in = HookPoint()  # [batch, pos, head, d_model]
         self.hook_q_input = HookPoint()
         self.hook_k_input = HookPoint()
@@ -40,7 +43,7 @@ class Attention(nn.Module):
         self.hook_q = HookPoint()  # [batch, pos, head, d_head]
         self.hook_k = HookPoint()
         self.hook_v = HookPoint()
-        if cfg.model.rotary_dim is not None:
+        if self.cfg.model.rotary_dim is not None:
             # Queries and keys rotated by their positions, [batch, pos, head, d_head].
             self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()
         self.hook_attn_scores = HookPoint()  # [batch, head, query, key], -inf where masked
@@ -132,7 +135,7 @@ class Attention(nn.Module):
 
     def _output_weights(self) -> Tensor:
         """W_O. In a one-layer model only y is read, so the x columns get no gradient."""
-        if not self.cfg.model.one_attention:
+        if not self.cfg.model.reads_y_alone:
             return self.W_O
         x_columns, y_columns = self.W_O.split([self.cfg.d_x, self.cfg.d_y], dim=-1)
         return torch.cat([x_columns.detach(), y_columns], dim=-1)
@@ -210,7 +213,7 @@ class Block(nn.Module):
     def __init__(self, cfg: HookedConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.attn = MergedAttention(cfg) if cfg.model.merged_qk else Attention(cfg)
+        self.attn = _attention(cfg)
         # HookedTransformer has these points in the block; here each keeps its name in the attention.
         self.hook_attn_in = self.attn.hook_attn_in
         self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
@@ -258,6 +261,15 @@ class Block(nn.Module):
         if self.cfg.d_mlp is None:
             return 0.0 * mlp_in
         return self.mlp(self.ln2(mlp_in) if self.cfg.model.norm == "before" else mlp_in)
+
+
+def _attention(cfg: HookedConfig) -> Attention:
+    """Heads of a layer, by the config's score."""
+    if cfg.model.recurrent:
+        from mechinterp.models.hooked.recurrent import RecurrentAttention
+
+        return RecurrentAttention(cfg)
+    return MergedAttention(cfg) if cfg.model.merged_qk else Attention(cfg)
 
 
 class Unembed(nn.Module):
