@@ -181,13 +181,13 @@ PRESETS |= {
         task=TaskConfig(d_x=5, context_length=20),
         model=ModelConfig(n_heads=1, score=score),
         train=TrainConfig(
-            steps=4000,
+            steps=2000,
             batch_size=64,
             learning_rate=3e-3,
             loss="every",
             schedule="cosine",
             clip_norm=1.0,
-            log_every=100,
+            log_every=250,
         ),
     )
     for name, score in _RECURRENT.items()

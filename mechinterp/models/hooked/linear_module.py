@@ -52,6 +52,10 @@ class LinearModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.cfg.model
+        if self.model.recurrent:
+            raise ValueError(
+                f"as_linear_module needs attention scores, got the recurrent score {self.model.score!r}."
+            )
         self.sizes = {"d_x": model.cfg.d_x, "d_y": model.cfg.d_y}
         read, embed = (getattr(model, name, None) for name in ("W_read", "W_in"))
         if read is not None:

@@ -374,14 +374,17 @@ class _Run:
 def prompt_bytes(weights: Weights, length: int) -> int:
     """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes."""
     model, sizes = weights.model, (weights.d_x, weights.d_y)
-    return layers_bytes(
+    n_tokens, width = model.n_tokens(length), weights.dtype.itemsize
+    # A mesa layer solves one system per token.
+    systems = n_tokens * weights.n_heads * weights.d_head**2 if model.score == "mesa" else 0
+    return 2 * width * systems + layers_bytes(
         n_layers=weights.n_layers,
         n_heads=weights.n_heads,
         d_head=model.head_width(*sizes),
         d_model=model.stream_width(*sizes),
         d_mlp=model.d_mlp or 0,
-        n_tokens=model.n_tokens(length),
-        width=weights.dtype.itemsize,
+        n_tokens=n_tokens,
+        width=width,
     )
 
 
