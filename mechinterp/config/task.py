@@ -126,6 +126,8 @@ def _noting_what_is_passed(cls: type[T]) -> type[T]:
 class TaskConfig:
     """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var).
 
+    With `drift` below 1, beta changes from pair to pair; every one of them has the same law.
+
     See also:
         `ExperimentConfig`, `sample_prompts`.
     """
@@ -162,6 +164,9 @@ class TaskConfig:
     vectors."""
     task_seed: int = 0
     """Seed of the pool; for one seed a smaller pool is the beginning of a larger one."""
+    drift: float = 1.0
+    """Correlation rho of the task vectors of neighbouring pairs, in (0, 1]: w_l = rho w_{l-1} +
+    sqrt(1 - rho^2) times a fresh task vector. 1: one task vector for all pairs."""
     before: InitVar["TaskConfig | None"] = field(default=None, kw_only=True)
     """The task that `dataclasses.replace` changes; its assumed fields stay assumed unless they
     change."""
@@ -190,6 +195,21 @@ class TaskConfig:
         pooled = not self.task_seed or self.n_tasks is not None
         rules.require("task_seed", pooled, "needs a task.n_tasks")
         self._check_sparsity(rules)
+        self._check_drift(rules)
+
+    def _check_drift(self, rules: Rules) -> None:
+        """Refuse a drift outside (0, 1], and one of task vectors that are not Gaussian and new in every prompt."""
+        rules.require("drift", 0 < self.drift <= 1, "must lie in (0, 1]")
+        unused = {
+            "supports": None,
+            "sparsity": None,
+            "n_sequences": None,
+            "n_tasks": None,
+            "shared_beta": False,
+        }
+        for name, value in unused.items():
+            fixed = self.drift == 1 or getattr(self, name) == value
+            rules.require("drift", fixed, f"must be 1 if task.{name} is not {json.dumps(value)}")
 
     def _check_sparsity(self, rules: Rules) -> None:
         """Refuse supports and laws of nonzero entries that no prompt can have."""
@@ -233,6 +253,8 @@ class TaskConfig:
             settings["n_sequences"] = str(self.n_sequences)
         if self.n_tasks is not None:
             settings |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
+        if self.drift != 1:
+            settings["drift"] = f"{self.drift:.4g}"
         return settings
 
     @property

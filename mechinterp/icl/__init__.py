@@ -7,6 +7,7 @@ HOMES = {
     "PromptMoments": "mechinterp.icl.algorithm",
     "dmmse": "mechinterp.icl.predictors",
     "fit_algorithm": "mechinterp.icl.algorithm",
+    "kalman": "mechinterp.icl.predictors",
     "ridge": "mechinterp.icl.predictors",
 }
 

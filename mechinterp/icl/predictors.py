@@ -1,4 +1,4 @@
-"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, and the task of given prompts."""
+"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, the Kalman filter, and the task of given prompts."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -157,6 +157,50 @@ def nadaraya_watson(
 
 def _read(prompts: Prompts, weight: Tensor) -> Tensor:
     return einsum(prompts.y, weight, "batch context d_y, batch context -> batch d_y")
+
+
+def kalman(prompts: Prompts, *, task: TaskConfig) -> Float[Tensor, "batch d_y"]:
+    """Kalman filter, the posterior mean of a task that drifts; the query comes right after the last pair.
+
+    The task vector has a Gaussian posterior N(m, P) after each pair, which moves to N(rho m, rho^2 P + (1 - rho^2)
+    beta_var I) before the next. Without drift it is ridge regression at the task's penalty. Computed in float64.
+
+    Args:
+        task: Law of the prompts: `drift` (rho), `beta_var` and `noise_var`.
+    Raises:
+        ValueError: If the task vectors are not Gaussian in all coordinates (supports, a sparsity or a pool), or d_x or
+            d_y is not that of the prompts.
+    Source:
+        Kalman 1960, A new approach to linear filtering and prediction problems.
+    See also:
+        `ridge`, `TaskConfig.drift`.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> task = TaskConfig(drift=0.9)
+        >>> prompts = draw_prompts(task, 512, dtype=torch.float64)
+        >>> losses = [(f - prompts.y_query_clean).square().mean() for f in (
+        ...     kalman(prompts, task=task), ridge(prompts, penalty=task.posterior_penalty))]
+        >>> bool(losses[0] < losses[1])
+        True
+    """
+    for name in ("supports", "sparsity", "n_tasks"):
+        if getattr(task, name) is not None:
+            raise ValueError(f"task.{name} must be null for kalman, got {getattr(task, name)}.")
+    prompts.require_sizes(d_x=task.d_x, d_y=task.d_y)
+    given = prompts.to(torch.float64)
+    if task.drift == 1:
+        return ridge(given, penalty=task.posterior_penalty).to(prompts.y.dtype)
+    prior = task.beta_variance * torch.eye(task.d_x, dtype=torch.float64, device=given.x.device)
+    m = given.x.new_zeros(len(given), task.d_x, task.d_y)
+    P = prior.expand(len(given), -1, -1)
+    for x, y in zip(given.x.unbind(1), given.y.unbind(1), strict=True):
+        Px = (P @ x[..., None])[..., 0]
+        gain = Px / ((Px * x).sum(1, keepdim=True) + task.noise_var)
+        m = m + gain[..., None] * (y - (x[:, None] @ m)[:, 0])[:, None]
+        P = P - gain[..., None] * Px[:, None]
+        m = task.drift * m
+        P = task.drift**2 * P + (1 - task.drift**2) * prior
+    return einsum(m, given.x_query, "batch d_x d_y, batch d_x -> batch d_y").to(prompts.y.dtype)
 
 
 POOL_BYTES = 2**26

@@ -439,6 +439,10 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
                 f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
         return Setting(task, task.pool(), own=True)
+    if task.drift != 1:
+        raise ValueError(
+            f"{analysis} needs a task that does not drift, got task.drift {task.drift}."
+        )
     require_pool(pool, task.d_x, task.d_y)
     return Setting(task, pool.to("cpu", torch.float64), own=False)
 

@@ -16,6 +16,7 @@ from mechinterp.icl.predictors import (
     PENALTIES,
     debiased_gd,
     dmmse,
+    kalman,
     nadaraya_watson,
     ridge,
     ridge_path,
@@ -109,6 +110,7 @@ LEARNERS = {
     "dmmse": SimpleLearner(
         lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_var)
     ),
+    "kalman": SimpleLearner(lambda prompts, task: kalman(prompts, task=task)),
     "least_squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "best_ridge": SimpleLearner(
         lambda prompts, task: penalised(prompts, PENALTIES), settings=PENALTIES
@@ -129,7 +131,13 @@ LEARNERS = {
         without="least_squares",
     ),
 }
-"""Learners by name. Ridge has the penalty of the task's law; dmmse needs a task with a pool."""
+"""Learners by name. Ridge has the penalty of the task's law; dmmse needs a task with a pool, the Kalman filter a known
+law of Gaussian task vectors."""
+FOR_SOME_TASKS = {
+    "dmmse": lambda task: task.n_tasks is not None,
+    "kalman": lambda task: task.drift != 1,
+}
+"""Learners that are the posterior mean of some tasks only, and whether a task is one of them."""
 CROSS_VALIDATED = {"ridge": False, "ridge_with_intercept": True}
 """Learners whose penalty is cross-validated if the law is unknown; True: with an intercept."""
 

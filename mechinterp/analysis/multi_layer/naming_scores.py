@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.multi_layer.directions import Progress
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
@@ -241,7 +242,7 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
     made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
     if not no_law(task):
-        beta = prompts.task_vectors("an identity")
+        beta = prompts.task_vectors_at_every_x("an identity")[:, -1]
         x = prompts.x_query.roll(1, 0)
         changed = {"x_query": x, "y_query_clean": _times(x, beta)}
         made["linear in x_query"] = _added(predict, prompts, known, changed)
@@ -250,11 +251,8 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
                 sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
                 made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
         if task.sparsity is None and task.n_tasks is None:
-            noise, other = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
-            changed = {
-                "y": prompts.x @ other + noise,
-                "y_query_clean": _times(prompts.x_query, other),
-            }
+            other = prompts.with_next_task("an identity")
+            changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
             made["linear in y: sum"] = _added(predict, prompts, known, changed)
             if task.supports is None and isotropic(task):
                 made["same if x is rotated"] = _rotated(prompts, seed), known
@@ -353,6 +351,8 @@ class Scores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
     @property
     def names(self) -> list[str]:

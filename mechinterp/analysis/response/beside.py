@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp.analysis.response.projection import PromptArrays
 from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import dmmse, ridge
+from mechinterp.icl.predictors import dmmse, kalman, ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 
@@ -23,7 +23,7 @@ POSTERIOR_CHUNK = 256
 
 
 def bayes_of(task: TaskConfig) -> Learner | None:
-    """Posterior mean of a task: Gaussian, with a pool, or sparse with signs; None for any other task.
+    """Posterior mean of a task: Gaussian (fixed or drifting), with a pool, or sparse with signs; None for any other task.
 
     Example:
         >>> bayes_of(TaskConfig(d_x=40, sparsity=4)) is None
@@ -31,6 +31,8 @@ def bayes_of(task: TaskConfig) -> Learner | None:
     """
     if task.n_tasks is not None:
         return partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
+    if task.drift != 1:
+        return partial(kalman, task=task)
     if task.supports is not None:
         return None
     if task.sparsity is None:
@@ -79,7 +81,7 @@ def sign_vectors(d_x: int, sparsity: int) -> Float[Tensor, "vector d_x"]:
 
 def _is_ridge(law: TaskConfig) -> bool:
     """True if ridge regression is the Bayes learner of the task."""
-    return law.n_tasks is None and law.sparsity is None and law.supports is None
+    return law.n_tasks is None and law.sparsity is None and law.supports is None and law.drift == 1
 
 
 def learners_beside(

@@ -240,6 +240,8 @@ class _Setting:
         function = function_of(source)
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
         gaussian = law is not None and law.n_tasks is None and law.sparsity is None
+        # Of a task that drifts, y given x has another covariance than the metric of the gradients.
+        gaussian = gaussian and law.drift == 1
         return cls(
             source=source,
             function=function,
@@ -462,7 +464,7 @@ def _left(
 ) -> measures.Left:
     """Part left as columns are added, in the coordinates of the sample."""
     again, posterior = None, None
-    if setting.prompts.beta is not None and setting.by_gradient:
+    if setting.prompts.knows_task_vectors and setting.by_gradient:
         other = replace(setting.prompts, y=measures.second_y(setting.prompts))
         again = pair_weights(setting.function, other, output)
     if setting.law is not None and setting.law.n_tasks is not None and setting.bayes is not None:
@@ -474,7 +476,7 @@ def _order(
     setting: _Setting, plain: PromptArrays, root: np.ndarray | None, output: int, notes: list[str]
 ) -> measures.Order | None:
     """Order of the pairs on a few prompts; None with a note if fresh pairs cannot be made."""
-    if setting.prompts.beta is None:
+    if not setting.prompts.knows_task_vectors:
         notes.append(
             "The order of the pairs was not measured: the prompts have no task vectors (beta)."
         )
