@@ -72,6 +72,11 @@ class Circuits(Result):
     ov_read: Float[np.ndarray, "layer head"]
     """Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read
     out directly."""
+    gate: Float[np.ndarray, "layer head"]
+    """Factor that is left of a recurrent head's state after each token; NaN if it differs from token to token or the
+    head has none."""
+    beta: Float[np.ndarray, "layer head"]
+    """Strength with which a recurrent head writes a token; NaN if it differs from token to token or the head has none."""
     of_weights_alone: str
     """Reason why the circuits are of the weights alone, in coordinates of the stream; empty for
     token coordinates."""

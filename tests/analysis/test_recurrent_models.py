@@ -29,7 +29,7 @@ REFUSED = {
     "two": OF_LINEAR | {"compare-priors"},
 }
 """Analyses that do not accept the model, for reasons that hold for attention, too; all others answer."""
-N_PROMPTS = {"attribute-edges": 8, "circuit-faithfulness": 8, "response": 256}
+N_PROMPTS = {"attribute-edges": 8, "circuit-faithfulness": 8, "response": 1024}
 SETTINGS = {
     "local-learning-coefficient": {
         "chains": Chains(n_chains=2, n_draws=8, n_warmup=8, n_leapfrog=2)
@@ -103,8 +103,6 @@ def test_saved_models_load_as_they_were(rule: str, tmp_path: Path):
     loaded = load(tmp_path / "model")
     assert loaded.config == config
     assert_same(loaded.weights, weights)
-    prompts = sample_prompts(TASK, 8)
-    assert torch.equal(loaded.predict(prompts), load(tmp_path / "model").predict(prompts))
 
 
 def test_masks_edit_the_hooked_model(models):
