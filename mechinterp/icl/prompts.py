@@ -332,6 +332,20 @@ def _responses(
     return (x[..., None, :] @ beta)[..., 0, :]
 
 
+def _noise_size(
+    task: TaskConfig, n_prompts: int, like: Tensor, generator: torch.Generator
+) -> float | Float[Tensor, "batch 1 1"]:
+    """Standard deviation of the noise, one for each prompt if there are several levels."""
+    if isinstance(task.noise_var, float):
+        return task.noise_var**0.5
+    # Drawn last: covariates and task vectors equal those of a task with one noise level.
+    place = torch.rand(n_prompts, generator=generator, device=like.device, dtype=torch.float64)
+    variances = torch.tensor([v for v, _ in task.noise_var], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in task.noise_var], dtype=torch.float64)
+    rows = torch.bucketize(place, weights.cumsum(0)[:-1].to(like.device), right=True)
+    return variances.sqrt().to(like)[rows][:, None, None]
+
+
 def _drifting_vectors(
     task: TaskConfig,
     first: Float[Tensor, "batch d_x d_y"],
@@ -499,7 +513,9 @@ def draw_prompts(
         shape, device = (n_prompts,), normal.device
         rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
         beta = task.pool().to(normal)[rows]
-    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
+    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * _noise_size(
+        task, n_prompts, normal, generator
+    )
     drifting = None
     if task.drift == 1:
         clean = x_all @ beta

@@ -420,7 +420,7 @@ def task_moments(task: TaskConfig) -> Moments:
         covariance_matrix(task.covariance, task.d_x),
         context_length=task.context_length,
         task_covariance=law,
-        noise_var=task.noise_var,
+        noise_var=task.noise_variance,
     )
 
 

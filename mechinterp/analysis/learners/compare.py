@@ -45,8 +45,8 @@ OVERFLOW = "the model's predictions overflow"
 DEFAULT = tuple(
     name for name in LEARNERS if name not in FOR_SOME_TASKS and not LEARNERS[name].without
 )
-"""Learners for any task. A task with a pool adds dmmse, one that drifts the Kalman filter; prompts
-whose x or y have a mean add learners with an intercept."""
+"""Learners for any task. A task with a pool adds dmmse, one that drifts the Kalman filter, several
+noise levels adaptive ridge regression; prompts whose x or y have a mean add learners with an intercept."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -328,7 +328,8 @@ def require_lengths(given: Sequence[int] | None, longest: int) -> list[int]:
 def with_companions(
     learners: Iterable[str], law: TaskConfig | None, *, intercepts: bool
 ) -> tuple[str, ...]:
-    """Learners, with the Bayes learner of a task with a pool or a drift, and with an intercept where asked."""
+    """Learners, with the Bayes learner of a task with a pool, a drift or several noise levels, and with an intercept
+    where asked."""
     names = [*learners]
     if law is None and (unknown := [name for name in names if name in FOR_SOME_TASKS]):
         raise ValueError(f"{unknown[0]} needs the law of the prompts: state it by task= (--task).")

@@ -56,13 +56,18 @@ class Directions:
         return (matrix + matrix.swapaxes(2, 3)) / 2 if linear else matrix * np.eye(n)
 
 
+def law_of(task: TaskConfig) -> TaskConfig:
+    """Law of given prompts, if it is known; else the task itself."""
+    return task.law if isinstance(task, PromptsTask) and task.law is not None else task
+
+
 def directions_of(task: TaskConfig, context_length: int, seed: int) -> Directions | None:
     """Prompts along all directions in which x varies.
 
     None if the law of the prompts is not known, or task vectors come from a pool or have supports: then no task vector lies
     along a direction.
     """
-    law = task.law if isinstance(task, PromptsTask) and task.law is not None else task
+    law = law_of(task)
     if no_law(task) or law.n_tasks is not None or law.supports is not None:
         return None
     Sigma = torch.from_numpy(covariance_matrix(law.covariance, law.d_x))

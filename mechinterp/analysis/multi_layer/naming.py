@@ -14,6 +14,7 @@ Reading order: `measure` collects the numbers, `decide` applies the rules (`_jud
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -25,11 +26,13 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.multi_layer.directions import Progress, directions_of, progress_of
+from mechinterp.analysis.multi_layer.directions import Progress, directions_of, law_of, progress_of
 from mechinterp.analysis.multi_layer.naming_scores import (
     LAST,
     LOOSE,
     NOISES,
+    ORDER,
+    ROUNDING,
     USELESS,
     Identity,
     Predict,
@@ -51,6 +54,9 @@ from mechinterp.analysis.multi_layer.naming_scores import (
 )
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.one_layer.descent import DESCENDS
+from mechinterp.analysis.response.gate import Gate, gate_of
+from mechinterp.analysis.response.projection import FewPromptsError
+from mechinterp.analysis.response.response import response
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, resampled
 from mechinterp.checkpoints.module_weights import by_weights
@@ -201,6 +207,9 @@ class Measured:
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
     is_function: bool = False
+    gate: Gate | None = None
+    """Reading of the response, which decides what is asked; None if another order of the pairs changes nothing, or too few
+    prompts were given."""
 
     @property
     def useful(self) -> bool:
@@ -736,12 +745,15 @@ def measure(
     subject: Subject, settings: Mapping[str, Setting], seed: int, limits: Limits
 ) -> Measured:
     """The numbers, without a label."""
-    own, task, members = settings["own length"], subject.task, candidates_of(subject.task)
+    own, task = settings["own length"], subject.task
     asked = {name: each for name, each in settings.items() if each is own or each.useful}
     trial = Trial(asked, task, subject.n_layers, own.predictions[None])
     measured = Measured(own.relative_risk, _scale(own, task), trial.scores(()))
     if not measured.useful:
         return measured
+    tests = identities(subject.predict, own, task, seed)
+    gate, members = _gate(subject, own, tests), candidates_of(task)
+    members = members if gate is None else gate.asked(members)
     (read, how), near = path_of(subject, own, seed), limits.explained - 0.01
     path, starts = None, {}
     if read is not None:
@@ -751,6 +763,8 @@ def measure(
         rests = subject.is_function or bool(reflected(own.prompts[:1], task, seed))
         path = with_scaled(path, by_layer, read, near, seed, rests=rests)
         path = _with_progress(path, subject, own, read, limits, seed)
+    if gate is not None:
+        starts = {**gate.first_scalars(members, trial.moments("fit")), **starts}
     last, own_tests = trial.scores(members, starts, n_starts=2), {}
     for m, each in enumerate(members):
         if last.r2()[m, OWN] >= LOOSE and not (each.linear_in_y and each.equivariant):
@@ -762,12 +776,23 @@ def measure(
     return replace(
         measured,
         last=_with_progress(last, subject, own, predicted, limits, seed),
-        tests=identities(subject.predict, own, task, seed),
+        tests=tests,
         own_tests=own_tests,
         path=path,
         path_how=how,
         is_function=subject.is_function,
+        gate=gate,
     )
+
+
+def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate | None:
+    """Reading of the response on the prompts of the model's own length."""
+    if ORDER in tests and tests[ORDER].mismatch() <= ROUNDING:
+        return None
+    law = "unknown" if no_law(subject.task) else law_of(subject.task)
+    with suppress(FewPromptsError):
+        return gate_of(response(subject.source, own.prompts, task=law))
+    return None
 
 
 def _with_progress(

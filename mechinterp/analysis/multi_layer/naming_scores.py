@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mechinterp.analysis.multi_layer.directions import Progress
+from mechinterp.analysis.multi_layer.directions import Progress, law_of
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import PromptsTask, no_law
+from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
@@ -192,14 +192,14 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
     if no_law(task):
         short = own.prompts[:drawn].shortened(max(1, n // 2))
         return {"half length": Setting.of(short, predict(short), short.x.shape[1] / n)}
-    law = task.law if isinstance(task, PromptsTask) and task.law is not None else task
+    law = law_of(task)
     laws = {"half length": (law, max(1, n // 2)), "double length": (law, 2 * n)}
     if task.d_x > 1:
         values = np.geomspace(1, CONDITION, task.d_x)
         spread = tuple((values / values.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=spread)
         laws["wide spread"] = (replace(law, covariance=wide), n)
-    noise_var = law.noise_var or NO_NOISE * law.signal_var
+    noise_var = law.noise_variance or NO_NOISE * law.signal_var
     for name in NOISES if subject.is_function else ("less noise",):
         laws[name] = (replace(law, noise_var=NOISES[name] * noise_var), n)
     settings = {}
@@ -225,7 +225,9 @@ class Identity:
 
 
 def satisfies(learner: Algorithm, identity: str) -> bool:
-    """True if an algorithm satisfies an identity; all are linear in x_query and take pairs in any order."""
+    """True if an algorithm satisfies an identity; all are linear in x_query."""
+    if identity == ORDER:
+        return not learner.along_pairs
     if identity.startswith("linear in y"):
         return learner.linear_in_y
     return learner.equivariant if identity == "same if x is rotated" else True

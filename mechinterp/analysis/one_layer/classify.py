@@ -37,7 +37,12 @@ from mechinterp.analysis.one_layer.label_rules import (
     scales_of,
 )
 from mechinterp.analysis.one_layer.linear_components import Components, components
-from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
+from mechinterp.analysis.one_layer.random_null import (
+    SMALL_IS_STRUCTURE,
+    is_bare,
+    null_of,
+    random_shape,
+)
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
@@ -178,8 +183,7 @@ def _classified(
     compared = {
         "qk_diagonal_best": float(groups.qk_diagonal.max()),
         "ov_last_entry_best": float(groups.ov_last_entry.max()),
-        "omega_spread": scales.omega_spread,
-        "zero_sum": scales.zero_sum,
+        **{name: getattr(scales, name) for name in SMALL_IS_STRUCTURE},
         "substitution_r2": substitution.r2,
         "task_r2": loss.r2,
     }
