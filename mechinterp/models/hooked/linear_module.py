@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.blocks import MLP, Attention, Block
+from mechinterp.models.hooked.attention import Attention
+from mechinterp.models.hooked.blocks import MLP, Block
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.layers import ACTIVATIONS, tokens_of
 

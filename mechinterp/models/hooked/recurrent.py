@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.config.model import gate_shapes
-from mechinterp.models.hooked.blocks import Attention
+from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.config import zeros
 from mechinterp.models.layers import rotated
 from mechinterp.models.recurrence import Memory, memory_of, written_before
