@@ -749,5 +749,5 @@ def _predictions(
 
     hooks: Hooks = [] if at is None else [(hooked.stream_name(at[0]), put)]
     with torch.no_grad():
-        output = hooked.model.run_with_hooks(hooked.inputs(given), fwd_hooks=hooks)
+        output = hooked.run(hooked.inputs(given), hooks)
         return hooked.prediction(output, given).cpu().double()
