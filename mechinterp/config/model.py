@@ -130,8 +130,6 @@ class ModelConfig:
             rule = f"must be false for the recurrent score {self.score!r}"
             rules.require("context_only", not self.context_only, rule)
             rules.require("merged_qk", not self.merged_qk, rule)
-            rule = f"is not used by the recurrent score {self.score!r}"
-            rules.require("score_slope", self.score_slope == 1, rule)
         rule = f"is not used by score {self.score!r}, which has no gate"
         rules.require("gates", self.recurrent or self.gates == "constant", rule)
         gated = self.score in FORGETTING

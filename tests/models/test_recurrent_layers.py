@@ -329,7 +329,6 @@ def test_masked_heads_are_equal_by_weights_and_by_hooks():
         ({"score": "mesa", "gates": "vector"}, ("model.gates", "constant", "token", "vector")),
         ({"score": "gated", "context_only": True}, ("model.context_only", "gated")),
         ({"score": "delta", "merged_qk": True}, ("model.merged_qk", "delta")),
-        ({"score": "mesa", "score_slope": 2.0}, ("model.score_slope", "mesa")),
     ],
 )
 def test_configs_are_refused_in_one_line(settings: dict, words: tuple[str, ...]):
