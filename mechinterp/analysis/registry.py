@@ -335,8 +335,8 @@ def own_function(named: str) -> Callable[..., Any]:
         own = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
-    except ValueError:
-        own = None  # an empty name
+    except (ValueError, TypeError):
+        own = None  # an empty name, or one that begins with a dot
     if not callable(own):
         raise ValueError(f"{named}: {module} has no function {function!r}.")
     return own

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
+from mechinterp.analysis.labels import PATTERNS_RANGE
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
 from mechinterp.analysis.one_layer.classification import Classification
@@ -216,7 +217,7 @@ def _classified(
         random_ranges=null.ranges,
         n_random=null.n_models,
         kernel=kernel_text(model.score, model.score_slope),
-        calibrated=limits == Thresholds(),
+        calibrated=limits == Thresholds() and PATTERNS_RANGE.holds(task),
         near=nearby(prediction, prompts.families, formula),
         loss=loss,
         best_factor=factor,
