@@ -118,11 +118,9 @@ def jumps_ahead(source: Model) -> bool:
 
 
 def every_position(source: Model) -> bool:
-    """True for a model of this package that predicts at every x: causal, with tokens in turn."""
+    """True for a model of this package that predicts at every x in one pass."""
     weights = predictor_of(source).weights
-    if weights is None:
-        return False
-    return weights.model.layout == "in_turn" and not weights.model.context_only
+    return weights is not None and weights.model.predicts_everywhere
 
 
 def quick_curve(source: Model) -> bool:

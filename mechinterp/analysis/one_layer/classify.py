@@ -309,7 +309,8 @@ def has_linear_way_in(weights: Weights) -> bool:
     model = weights.model
     around = (model.norm, model.n_positions, model.d_read_in)
     plain = (around, model.layout) == ((None, None, None), "pairs")
-    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+    variants = (model.final_norm, model.context_only, model.recurrent)
+    return model.n_layers == 1 and plain and not any(variants)
 
 
 def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> tuple[Weights, float]:
