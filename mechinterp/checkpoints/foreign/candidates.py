@@ -14,7 +14,7 @@ from mechinterp.checkpoints.foreign.assemble import Tried, architecture, assembl
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
 from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
-from mechinterp.checkpoints.foreign.tensors import Parts
+from mechinterp.checkpoints.foreign.parts import Parts
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS, NORMS
 from mechinterp.fields import build, flatten

@@ -28,24 +28,20 @@ from mechinterp.checkpoints.foreign.candidates import (
 from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
+from mechinterp.checkpoints.foreign.layout import Layout
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
+from mechinterp.checkpoints.foreign.parts import Parts, parts_of
 from mechinterp.checkpoints.foreign.proof import Proof, prove
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
+from mechinterp.checkpoints.foreign.refusals import of_file
+from mechinterp.checkpoints.foreign.renaming import mapped, unused_names
 from mechinterp.checkpoints.foreign.score import (
     LazyReadings,
     Reading,
     Tried,
     better_packing,
     try_cases,
-)
-from mechinterp.checkpoints.foreign.tensors import (
-    Layout,
-    Parts,
-    mapped,
-    of_file,
-    parts_of,
-    unused_names,
 )
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
 from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
