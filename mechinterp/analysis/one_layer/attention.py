@@ -39,12 +39,9 @@ class AttentionPatterns(Result):
     to itself."""
     n_layers: int
     similarity: Float[np.ndarray, "prompt key"]
-    """Scalar product of the key's x and the query's x, unit x^2. A key that holds a y has the x of
-    its pair."""
     x: Float[np.ndarray, "prompt key d_x"]
     """Covariate x of each key; a key that holds a y has the x of its pair."""
     y: Float[np.ndarray, "prompt key d_y"]
-    """Response y of each key; a key that holds an x has the y of its pair. 0 for the query."""
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
@@ -57,12 +54,15 @@ class AttentionPatterns(Result):
     entropy_sem: Float[np.ndarray, "layer head_of_layer"]
     """Standard error of `entropy` over prompts; NaN for fewer than 8 distinct ones."""
     COLUMNS: ClassVar = HEADS | {
+        "similarity": "Scalar product of the key's x and the query's x. A key that holds a y has the x of its pair.",
+        "y": "Response y of each key; a key that holds an x has the y of its pair. 0 for the query.",
         "prompt": "Number of the prompt, from 0.",
         "key": "Number of the token, from 0.",
         "attention": "Attention weight of the query on the token.",
         "entropy": "Mean over prompts of the entropy of the head's weights, -Σ p log p, in nats; NaN for weights that are no distribution.",
         "entropy_sem": "Standard error of entropy over prompts; empty for fewer than 8 distinct ones.",
     }
+    UNITS: ClassVar = {"x²": ("similarity",)}
 
     @property
     def head_names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -25,15 +25,47 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales, require_text
-from mechinterp.analysis.result import HEADS, Band, Card, Table, docstrings
+from mechinterp.analysis.result import HEADS, Band, Card, Table, known
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
-SCALES = (
-    *("omega_spread", "zero_sum", "eta", "eta_optimal"),
-    *("theta", "supports", "support_leak", "theta_spread", "descent"),
-)
+RANDOM = ("qk_diagonal", "ov_last_entry")
+"""Numbers of heads that have a p-value under random heads."""
+UNSHOWN = ("unserved", "step")
+"""Scales that are no numbers of evidence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A number of evidence, as the page, JSON and the terminal show it."""
+
+    column: str
+    """Name of the number; with the index of the entry if there are several."""
+    value: float
+    sem: float
+    """Standard error over prompts; NaN if there is none."""
+    check: Check | None
+    """Limit of the number for the label, with its direction; None if the label has none."""
+    band: Band | None
+    """Range of the number over models with random initial weights; None if there is none."""
+    p_value: float
+    """Fraction of models with random initial weights that reach the number; NaN if they were not compared."""
+    text: str
+    """Description of how the number is computed."""
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Row of the table of evidence."""
+        return {
+            "evidence": self.column,
+            "value": self.value,
+            "sem": self.sem,
+            "limit": "" if self.check is None else self.check.bound,
+            "random_weights": self.band or "",
+            "p_value": self.p_value,
+            "how": self.text,
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -48,8 +80,12 @@ class Classification(Evidence, Classified):
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
     COLUMNS: ClassVar = HEADS | {
+        "share": "Standard deviation of a head's output over prompts, divided by the sum of these over heads.",
+        "omega_form": "Factor of each head on the matrix that all heads share, if there is one; otherwise omega_mean.",
+        "task_leak": "Second largest |mu_n| of a head divided by the largest; 0 for one response.",
         "label": "Kind of head: signs of omega and mu, or why the head has none.",
-        **{name: docstrings(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        **{name: known(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        **{f"{n}_p": f"Fraction of random heads that reach {n}." for n in RANDOM},
         "evidence": "Name of the measured number.",
         "value": "The number.",
         "sem": "Standard error of the number over prompts.",
@@ -64,14 +100,9 @@ class Classification(Evidence, Classified):
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""
     share: Float[np.ndarray, " head"]
-    """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
-    """
     circuits: Circuits
     omega_form: Float[np.ndarray, " head"]
-    """Factor of each head on the matrix that all heads share, if there is one; otherwise
-    omega_mean."""
     task_leak: Float[np.ndarray, " head"]
-    """Second largest |mu_n| of a head divided by the largest; 0 for one response."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """P-values of each head's `qk_diagonal` and `ov_last_entry`: fraction of random heads that
     reach the value."""
@@ -84,7 +115,8 @@ class Classification(Evidence, Classified):
     kernel: str
     """Weight of a pair as a function of its score s, such as "exp({s})", up to a factor."""
     calibrated: bool
-    """True if the calibration applies to this label: default limits, and attention alone."""
+    """True if the calibration applies to this label: default limits, attention alone, and a task
+    in the range of the calibration models (`PATTERNS_RANGE`)."""
     caveat: str = ""
     """Note if the numbers do not describe the model's own prediction; else empty."""
 
@@ -177,13 +209,17 @@ class Classification(Evidence, Classified):
         ]
 
     @property
-    def of_a_row(self) -> dict[str, object]:
-        """Labels and scales of the heads, for a row of a table of many models."""
-        scales = self.circuits
+    def row(self) -> dict[str, object]:
+        """Row of this model in a table of many models: label, labels and scales of the heads, and sums over heads."""
+        mu, active = self.circuits.mu[0].mean(1), np.array(self.labels) != "dummy"
         return {
+            **super().row,
             "labels": list(self.labels),
-            "omega": scales.omega_mean[0].tolist(),
-            "mu": scales.mu[0].mean(1).tolist(),
+            "omega": self.circuits.omega_mean[0].tolist(),
+            "mu": mu.tolist(),
+            "omega_abs": np.abs(self.omega_form)[active].mean() if active.any() else np.nan,
+            "mu_abs": np.abs(mu).sum(),
+            "eta": self.scales.eta.mean(),
         }
 
     def figures(self) -> dict[str, go.Figure]:
@@ -197,7 +233,7 @@ class Classification(Evidence, Classified):
         return {
             "sign_matching": self.sign_matching,
             "checks": [asdict(each) | {"holds": each.holds} for each in self.checks],
-            **{name: getattr(self.scales, name) for name in SCALES},
+            **{name: value for name, value in vars(self.scales).items() if name not in UNSHOWN},
             **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
             **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
             **{name: getattr(self.components, name, None) for name in of_components},
@@ -208,32 +244,29 @@ class Classification(Evidence, Classified):
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
-        limits = {each.name: each.bound for each in self.checks}
+        return pd.DataFrame([number.row for number in self.numbers])
+
+    @property
+    def numbers(self) -> list[Number]:
+        """Numbers behind the pattern, in the order of the page."""
         for name in self.compared:
             require_text(name)
-        rows = [
-            {
-                "evidence": column,
-                "value": value,
-                "sem": sem,
-                "limit": limits.get(name, ""),
-                "random_weights": self._band(name, value) or "",
-                "p_value": self.p_values.get(name, np.nan),
-                "how": TEXTS["numbers"][name],
-            }
-            for name, column, value, sem in self._numbers()
+        checks = {each.name: each for each in self.checks}
+        known = {name: each.value for name, each in checks.items()} | self.compared | self.evidence
+        return [
+            Number(
+                column=name if np.ndim(known[name]) == 0 else f"{name}_{n}",
+                value=value,
+                sem=known.get(f"{name}_sem", np.nan),
+                check=checks.get(name),
+                band=self._band(name, value),
+                p_value=self.p_values.get(name, np.nan),
+                text=text,
+            )
+            for name, text in TEXTS["numbers"].items()
+            if known.get(name) is not None
+            for n, value in enumerate(np.ravel(known[name]).tolist())
         ]
-        return pd.DataFrame(rows)
-
-    def _numbers(self) -> Iterator[tuple[str, str, float, float]]:
-        """Name, name of the entry, value and standard error of each number behind the pattern."""
-        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
-        for name in TEXTS["numbers"]:
-            values = known.get(name)
-            if values is not None:
-                sem = known.get(f"{name}_sem", np.nan)
-                for n, value in enumerate(np.ravel(values).tolist()):
-                    yield name, name if np.ndim(values) == 0 else f"{name}_{n}", value, sem
 
     def cards(self) -> list[Card]:
         """One card per head: its numbers of which heads with random weights have a range."""
@@ -271,17 +304,10 @@ class Classification(Evidence, Classified):
 
     def plot(self) -> go.Figure:
         """Numbers behind the label, beside their limits and their ranges under random weights."""
-        limits = {each.name: each.limit for each in self.checks}
-        numbers, ranges, bounds = {}, {}, {}
-        for name, column, value, sem in self._numbers():
-            band = self._band(name, value)
-            if band is None and name not in limits:
-                continue
-            numbers[column] = (value, sem)
-            if band is not None:
-                ranges[column] = (band.low, band.high)
-            if name in limits:
-                bounds[column] = limits[name]
+        shown = [each for each in self.numbers if each.band or each.check]
+        numbers = {each.column: (each.value, each.sem) for each in shown}
+        ranges = {each.column: (each.band.low, each.band.high) for each in shown if each.band}
+        bounds = {each.column: each.check.limit for each in shown if each.check}
         title, random = f"Evidence: {self.label}", "random weights, 5% to 95%"
         return figures.beside_ranges(numbers, ranges, bounds, title=title, range_name=random)
 

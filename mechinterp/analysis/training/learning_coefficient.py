@@ -8,10 +8,10 @@ the exact value is known. Away from a minimum the estimate has no meaning, and n
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -26,6 +26,7 @@ from mechinterp.analysis.training.sampler import (
     Chains,
     LocalLoss,
     Tempered,
+    changed_chains,
     effective_draws,
     hamiltonian_draws,
     langevin_draws,
@@ -52,52 +53,53 @@ standard errors and by more than the fraction GROWTH[1]."""
 class LearningCoefficient(Result):
     """Estimate of the local learning coefficient, with the sampler's diagnostics."""
 
+    COLUMNS: ClassVar = {
+        "estimate": "lambda_hat, without unit; NaN if the weights are not at a minimum.",
+        "sem": "Standard error over chains, including autocorrelation; NaN if the weights are not at a minimum.",
+        "exact": "Exact value at a minimum of this loss; None if unknown.",
+        "is_minimum": "True if neither descent nor the draws find a lower loss nearby.",
+        "reason": "Why the weights are not at a minimum; empty if they are.",
+        "unknown": "Why the exact value is unknown; empty if it is known.",
+        "acceptance": "Fraction of the draws that were accepted.",
+        "r_hat": "Variation over half-chains relative to the variation within them; 1 if the chains agree.",
+        "effective_draws": "Number of independent draws with the same error of the mean.",
+        "nbeta": "Weight of the loss in the sampled density.",
+        "localization": "Strength of the pull towards the weights.",
+        "loss": "L* at the weights.",
+        "gradient_norm": "Norm of the gradient of L at the weights, over the sampled entries.",
+        "fall": "Decrease of nbeta L by descent from the weights, with the pull. On the prompts of several layers, and for a module, descent ends once it finds a lower loss: then the decrease is at least as large.",
+        "sampled": "Sampled entries; all others stay fixed.",
+        "over": "Data of the loss: the population, or prompts.",
+        "moved": "Distance from the weights to the minimum that settle went to, in the unit of the weights; 0 without settle.",
+        "bias": "Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased.",
+    }
+    UNITS: ClassVar = {"y²": ("loss",), "1/y²": ("nbeta",), "1/weight²": ("localization",)}
+
     estimate: float = math.nan
-    """lambda_hat, without unit; NaN if the weights are not at a minimum."""
     sem: float = math.nan
-    """Standard error over chains, including autocorrelation; NaN if the weights are not at a
-    minimum."""
     exact: float | None
-    """Exact value at a minimum of this loss; None if unknown."""
     is_minimum: bool = False
-    """True if neither descent nor the draws find a lower loss nearby."""
     reason: str
-    """Why the weights are not at a minimum; empty if they are."""
     unknown: str
-    """Why the exact value is unknown; empty if it is known."""
     per_chain: Float[np.ndarray, " chain"]
     """Estimate of each chain; NaN if the weights are not at a minimum."""
     acceptance: float = math.nan
-    """Fraction of the draws that were accepted."""
     r_hat: float = math.nan
-    """Variation over half-chains relative to the variation within them; 1 if the chains agree."""
     effective_draws: float = math.nan
-    """Number of independent draws with the same error of the mean."""
     excess: Float[np.ndarray, "chain draw"]
     """nbeta (L - L*) at each draw; empty if descent already shows that the weights are not at a
     minimum."""
     nbeta: float
-    """Weight of the loss in the sampled density, unit 1/y^2."""
     localization: float
-    """Strength of the pull towards the weights, unit 1 / weight^2."""
     loss: float
-    """L* at the weights, unit y^2."""
     gradient_norm: float
-    """Norm of the gradient of L at the weights, over the sampled entries."""
     fall: float
-    """Decrease of nbeta L by descent from the weights, with the pull. On the prompts of several layers, and for a module,
-    descent ends once it finds a lower loss: then the decrease is at least as large."""
     sampled: str
-    """Sampled entries; all others stay fixed."""
     over: str
-    """Data of the loss: the population, or prompts."""
     moved: float = 0.0
-    """Distance from the weights to the minimum that `settle` went to, unit of the weights; 0
-    without `settle`."""
     curve: tuple["LearningCoefficient", ...] = ()
     """Estimates at the other nbeta."""
     bias: str = ""
-    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased."""
 
     def __repr__(self) -> str:
         where = f"{self.sampled}; {self.over}"
@@ -178,7 +180,7 @@ def local_learning_coefficient(
     weights: str | Sequence[str] | None = None,
     loss: ModuleLoss | None = None,
     sampled_heads: Sequence[int] | None = None,
-    chains: Chains | None = None,
+    chains: Chains | Mapping[str, object] | None = None,
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
@@ -198,7 +200,8 @@ def local_learning_coefficient(
         loss: Function from the module to its loss, a tensor without axes that PyTorch can
             differentiate.
         sampled_heads: Heads of linear attention whose entries are sampled; None means all.
-        chains: Settings of the sampler; None means 8 chains of 1,000 draws, or 4 of 200 on prompts.
+        chains: Settings of the sampler, or some of them by name; None means 8 chains of 1,000 draws, or 4 of 200 on
+            prompts.
         settle: True: descend to a minimum first. No model is at the minimum of the loss on prompts
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
@@ -225,7 +228,7 @@ def local_learning_coefficient(
     """
     require_prompts(prompts, "local_learning_coefficient")
     local = local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
-    sampler = local.chains if chains is None else chains
+    sampler = chains if isinstance(chains, Chains) else changed_chains(local.chains, chains or {})
     whole = loss is None and weights is None and not isinstance(source, LocalLoss)
     parts = partial(quick_parts, source, prompts, n_prompts, seed) if whole else tuple
     cost = Cost(local, sampler, stated=chains is not None, parts=parts)
@@ -317,7 +320,7 @@ class Cost:
             )
             return
         raise ValueError(
-            f"{takes}: state chains=Chains(...) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
+            f"{takes}: state chains=Chains(...) (--n-draws) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
         )
 
     def _shorter(self) -> str:
