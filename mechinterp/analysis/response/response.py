@@ -131,7 +131,7 @@ def response(
     coordinates: str | Float[np.ndarray, "d_x d_x"] | None = "auto",
     trim: float = 0.0,
 ) -> Response:
-    """What a learner does with its prompt, measured without a hypothesis.
+    """Response of a model to its prompts, measured without a hypothesis.
 
     f is the prediction at the query q, S = X^T X / L has eigenvalues s_k and eigenvectors v_k, and
     a_j = df/dy_j is the weight of pair j. Measured are the filter phi of
@@ -289,6 +289,8 @@ def _sample(
     """Prompts as arrays with the predictions of a function and the weights of the pairs."""
     prompts, law = setting.prompts, setting.law
     y = prompts.y[..., output].double().numpy(force=True)
+    if not prompts.x.any():
+        raise ValueError("response needs an x other than 0 among the pairs, got 0 alone.")
     f = values(function, prompts, output)
     require_moderate(torch.from_numpy(f))
     size = float(np.square(y).mean())

@@ -251,14 +251,14 @@ def sha256_of(file: Path) -> str:
 
 
 def require_stated(file: Path, files: Mapping[str, object]) -> None:
-    """Refuse a file that is not the one which config.json lists under its name; other names are not checked.
+    """Refuse a file that is not the one listed under its name in the config; other names are not checked.
 
     Raises:
         CheckpointError: If it is missing or has another SHA-256.
     """
     if (stated := files.get(file.name)) is None:
         return
-    rule = f"must be the file that config.json lists (SHA-256 {str(stated)[:12]})"
+    rule = f"must be the file that was written with its config (SHA-256 {str(stated)[:12]})"
     if not file.exists():
         raise CheckpointError(f"{file}: {rule}, but it is missing: copy the whole folder.")
     with readable(file, "a file of a checkpoint", None):
@@ -423,6 +423,8 @@ class Outline:
     """Settings that the file did not state and that were filled in, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """Origin of a model that training by its config would not give, such as a pruned one."""
+    grounds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Settings of a model of other code that are known, proven or stated, by that word."""
 
     @property
     def name(self) -> str:
@@ -474,5 +476,5 @@ def outline_of(path: Path) -> Outline | None:
         shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)
     require_stated(file, document["files"])
-    stated = {name: document[name] for name in ("step", "assumed", "origin")}
+    stated = {name: document[name] for name in ("step", "assumed", "origin", "grounds")}
     return Outline(path, config, shapes=shapes, **stated)
