@@ -240,7 +240,7 @@ def top_level() -> str:
             lines += ["", f"## {room[0].upper()}{room[1:]}", "", *names_table(names)]
     lines += ["", "## Presets, tables and reports", "", *names_table(left)]
     lines += ["", "## Which analysis takes which model", ""]
-    lines += ["`mechinterp analyse NAME MODEL` runs each of these.", ""]
+    lines += ["`mechinterp NAME MODEL` runs each of these.", ""]
     rows = []
     for name, one in ANALYSES.items():
         function = one.function.__name__

@@ -23,7 +23,6 @@ import torch
 import mechinterp as mi
 from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.training.history import history
 from mechinterp.analysis.training.sampler import Chains
@@ -206,7 +205,6 @@ ANALYSES: dict[str, Callable[[Case], object]] = {
     "circuits": lambda c: mi.circuits(c.source),
     "classify": lambda c: mi.classify(c.source, n_prompts=64),
     "classify_circuits": from_circuits,
-    "classify_layers": lambda c: classify_layers(c.source, n_prompts=64),
     "name_algorithm": lambda c: mi.name_algorithm(c.source, n_prompts=64),
     "compare_learners": lambda c: mi.compare_learners(c.source, c.prompts()),
     "response": lambda c: mi.response(c.source, n_prompts=512),

@@ -25,7 +25,6 @@ from mechinterp import (
     predictor_of,
     push_to_hub,
 )
-from mechinterp.analysis.multi_layer.classify import classify_layers
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -60,13 +59,6 @@ def refusal(call) -> str:
 
 
 REFUSED = {
-    **{
-        f"{analysis.__name__} of {path}": (
-            lambda analysis=analysis, path=path: analysis(load(path), drawn(load(path).task)),
-            ["task must be a TaskConfig", "got Prompts; ", "prompts=."],
-        )
-        for analysis, path in product([classify_layers], [SHIPPED, DEEP])
-    },
     "a task as prompts": (
         lambda: classify(load(SHIPPED), load(SHIPPED).task),
         ["classify: prompts must be Prompts", "got a task (TaskConfig)", "task="],

@@ -13,7 +13,7 @@ import torch
 
 from analyses.lib import Measured
 from mechinterp import ablate, classify, name_algorithm
-from mechinterp.analysis.patching.edges import estimated_effects, noted_run
+from mechinterp.analysis.patching.edges import estimated_effects
 from mechinterp.analysis.patching.pairing import Pair
 from mechinterp.known import Entry, Suite, score, suite
 from mechinterp.known.entries import edge_place
@@ -47,12 +47,12 @@ def head_attribution(pair: Pair, steps: int) -> np.ndarray:
     """First-order effect of each head's weighted averages, mean over prompts."""
     hooked, names = pair.hooked, [z_name(layer) for layer in range(pair.hooked.n_layers)]
     with torch.no_grad():
-        clean, corrupted = (noted_run(hooked, t, names)[1] for t in (pair.clean, pair.corrupted))
+        clean, corrupted = (hooked.run_noting(t, names)[1] for t in (pair.clean, pair.corrupted))
     shares = [0.0] if steps == 1 else [(k + 0.5) / steps for k in range(steps)]
     totals = [torch.zeros(())] * len(names)
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
-        output, passed = noted_run(hooked, tokens, names)
+        output, passed = hooked.run_noting(tokens, names)
         gradients = torch.autograd.grad(pair.metric(output).sum(), [passed[n] for n in names])
         totals = [total + g / steps for total, g in zip(totals, gradients, strict=True)]
     effects = [
@@ -73,7 +73,7 @@ def attention_weight(entry: Entry) -> Answer:
     hooked = entry.checkpoint.predictor.hooked
     names = [pattern_name(layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
-        _, passed = noted_run(hooked, hooked.inputs(entry.pairs[0]), names)
+        _, passed = hooked.run_noting(hooked.inputs(entry.pairs[0]), names)
     largest = [passed[name][:, :, -1].abs().amax(-1).mean(0) for name in names]
     return by_heads(entry, torch.stack(largest).numpy())
 

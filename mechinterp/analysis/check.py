@@ -251,6 +251,6 @@ def _require_stream(module: HookedModule, *, edges: bool) -> None:
     query_positions(hooked, prompts)
     if edges and isinstance(hooked.model, ModuleHooks):
         _, receivers = graph_of(hooked, "heads")
-        require_sum(hooked.model, hooked.inputs(prompts))
+        require_sum(hooked, hooked.inputs(prompts))
         names = [name for node in receivers for name in (node.hook, node.stream)]
         require_gradients(hooked, hooked.inputs(prompts), names)

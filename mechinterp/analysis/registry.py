@@ -97,7 +97,8 @@ def linear_components(source: Model) -> bool:
     weights, task = predictor_of(source).weights, source.task
     if weights is None or not one_attention(source):
         return False
-    return weights.model.score == "linear/L" and task.d_y == 1 and task.supports is None
+    one_task = task.supports is None and task.drift == 1
+    return weights.model.score == "linear/L" and task.d_y == 1 and one_task
 
 
 def jumps_ahead(source: Model) -> bool:
@@ -146,7 +147,7 @@ NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: 
 
 def target_note(prompts: Prompts) -> str:
     """Note on given prompts without a noise-free target; empty if they have one."""
-    no_target = prompts.beta is None and prompts.y_query_clean is prompts.y_query
+    no_target = not prompts.knows_task_vectors and prompts.y_query_clean is prompts.y_query
     return NO_TARGET if no_target else ""
 
 

@@ -1,13 +1,17 @@
-"""Commands that run one analysis of one model, with options made from the arguments of its function, or score a method on
-models with known answers: argument parsing only."""
+"""Commands that run one analysis of one model, made from the table options.json, and a command that scores a method on
+models with known answers: argument parsing only.
 
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, BooleanOptionalAction
-from collections.abc import Callable, Mapping, Sequence
+The table has the options of every analysis of the registry, so that `mechinterp --help` loads no analysis. `python -m
+tests.cli.test_analysis_commands` writes it from the signatures."""
+
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from inspect import Parameter
+from inspect import Parameter, Signature
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from mechinterp.cli.options import (
     Files,
@@ -15,103 +19,98 @@ from mechinterp.cli.options import (
     PathArgument,
     QuietOption,
     Request,
+    add_command,
     argument,
+    new_app,
     option,
     reads_files,
 )
-from mechinterp.cli.printing import (
-    about_paths,
-    answer,
-    say_json,
-    say_of,
-)
+from mechinterp.cli.printing import about_paths, answer, say, say_json, say_of
+from mechinterp.cli.table import PLAIN, Row
 
 if TYPE_CHECKING:
-    from mechinterp.analysis.registry import Analysis
     from mechinterp.analysis.result import Finding
 
-SHARED = ("n_prompts", "seed", "context_length")
-"""Arguments of all analyses that are options of the command itself."""
-PLAIN = (int, float, str)
+TABLE: list[Row] = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
+"""Name, description and options of each analysis of the registry, in its order."""
+OverStepsOption = Annotated[
+    bool,
+    option("--over-steps", "Run it at every saved step of the training of a checkpoint or run."),
+]
 
 
-def command_of(name: str, text: str) -> Callable[..., None]:
-    """Command that runs the analysis of this name, with this help."""
+def commands() -> list[Callable[..., None]]:
+    """Commands of the analyses in the order of the registry, without `classify`, which has a command for many models."""
+    return [command_of(row) for row in TABLE if row["name"] != "classify"]
 
-    def run(path: PathArgument, *, request: Request, files: Files) -> None:
-        show(name, path, request, files)
 
-    run.__name__, run.__doc__ = name.replace("-", "_"), text
+def command_of(row: Mapping[str, Any]) -> Callable[..., None]:
+    """Command that runs an analysis, with an option for each of its arguments.
+
+    Args:
+        row: Row of the table.
+    """
+
+    def run(
+        *, path: Path, over_steps: bool, request: Request, files: Files, **given: object
+    ) -> None:
+        settings: dict[str, Any] = {}
+        for each in row["options"]:
+            if (value := given[each["name"]]) not in (None, [], ()):
+                within = settings.setdefault(each["of"], {}) if "of" in each else settings
+                within[each["name"]] = value
+        show(row["named"], path, request, files, settings, over_steps=over_steps)
+
+    own = [Parameter("path", Parameter.KEYWORD_ONLY, annotation=PathArgument)]
+    own += [_parameter(each) for each in row["options"]]
+    own += [_keyword("over_steps", OverStepsOption, False)]
+    own += [_keyword(name, object, None) for name in ("request", "files")]
+    run.__signature__ = Signature(own)  # type: ignore[attr-defined]
+    run.__name__ = row["name"].replace("-", "_")
+    run.__doc__ = f"{row['text']} Example: mechinterp {row['name']} MODEL"
     return reads_files(device=True, request=True)(run)
 
 
-ablate = command_of(
-    "ablate",
-    "Mask every head alone, every layer, and every subset of the heads of one layer. Example: mechinterp ablate checkpoints/softmax-h2-s0",
-)
-probe = command_of(
-    "probe",
-    "Show what each layer has computed, by linear probes. Example: mechinterp probe MODEL",
-)
-compare_learners = command_of(
-    "compare-learners",
-    "Compare the model with simple learners. Example: mechinterp compare-learners checkpoints/softmax-h2-s0",
-)
-response = command_of(
-    "response",
-    "Measure what the model does with a prompt, without a label. Example: mechinterp response MODEL",
-)
+def _keyword(name: str, annotation: object, default: object) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-@reads_files(device=True, request=True)
-def prune(
-    path: PathArgument,
-    rule: Annotated[
-        Literal["best-later", "least-later", "best-first"], option("--rule", "Heads to keep.")
-    ] = "best-later",
-    refit: Annotated[
-        bool, option("--refit", "Also with a new read-out, fitted to the pruned model.")
-    ] = False,
-    out: Annotated[Path | None, option("--out", "New folder for the pruned model.")] = None,
-    *,
-    request: Request,
-    files: Files,
-) -> None:
-    """Keep the first layer and the best head of later ones. Example: mechinterp prune MODEL --out
-    pruned"""
-    settings = {"rule": rule, "refit": refit, "out": out}
-    show("prune", path, request, files, settings)
+def _parameter(each: Mapping[str, Any]) -> Parameter:
+    """Option of a command for one argument of an analysis; None if it is not given."""
+    kind, flag = PLAIN[each["type"]], f"--{each['name'].replace('_', '-')}"
+    if kind is bool:
+        flag = f"{flag}/--no-{flag[2:]}"
+    typed = list[kind] if each.get("several") else kind  # type: ignore[valid-type]
+    return _keyword(
+        each["name"], Annotated[typed | None, typer.Option(flag, help=each["help"])], None
+    )
 
 
-@reads_files(device=True, request=True)
 def analyse(
+    context: typer.Context,
     name: Annotated[
-        str,
-        argument(
-            "NAME",
-            "An analysis, or my_module:my_function; an unknown name lists all, an unknown option lists the options.",
-        ),
+        str, argument("NAME", "An analysis, or my_module:my_function; an unknown name lists all.")
     ],
-    path: PathArgument,
-    steps: Annotated[
-        bool,
-        option(
-            "--over-steps", "Run it at every saved step of the training of a checkpoint or run."
+    words: Annotated[
+        list[str] | None,
+        argument(
+            "MODEL [OPTION]...",
+            "Model and options; mechinterp analyse NAME --help lists the options.",
         ),
-    ] = False,
-    further: Annotated[
-        list[str] | None, argument("[--OPTION VALUE]...", "Further options of this analysis.")
     ] = None,
-    *,
-    request: Request,
-    files: Files,
 ) -> None:
-    """Run one analysis by its name. Example: mechinterp analyse p-probe
-    checkpoints/sparse-h4-noise0.1-s0 --steps 20"""
-    from mechinterp.analysis.registry import analysis_of
+    """Run one analysis by its name, or a function of your own. Example: mechinterp analyse my_module:my_function MODEL --json"""
+    if name in context.parent.help_option_names:  # type: ignore[union-attr]
+        return say(context.get_help())
+    row = next((each for each in TABLE if each["name"] == name.replace("_", "-")), None)
+    if row is None:
+        from mechinterp.analysis.registry import analysis_of
+        from mechinterp.cli.table import row_of
 
-    settings = settings_of(*analysis_of(name), further or ())
-    show(name, path, request, files, settings, steps=steps)
+        row = row_of(analysis_of(name)[1], name)
+    app = new_app()
+    add_command(app, command_of(row))
+    app(words or (), standalone_mode=False, prog_name=f"mechinterp analyse {name}")
 
 
 def show(
@@ -119,32 +118,32 @@ def show(
     path: Path,
     request: Request,
     files: Files,
-    settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, object],
     *,
-    steps: bool = False,
+    over_steps: bool,
 ) -> None:
     """Print the result of an analysis of a checkpoint.
 
     Args:
         settings: Further arguments of this analysis; errors may begin with a path among them.
-        steps: True: at every kept step.
+        over_steps: True: at every kept step.
     """
-    from mechinterp.analysis.over_steps import over_steps
+    from mechinterp.analysis.over_steps import over_steps as at_every_step
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
 
     title, analysis = analysis_of(name)
-    settings = dict(settings or {})
+    settings = dict(settings)
     if request.context_lengths and "context_lengths" in analysis.options:
         settings["context_lengths"] = request.context_lengths
         request = replace(request, context_lengths=None)
     named = [value for value in settings.values() if isinstance(value, Path)]
     with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
         checkpoint = files.load(path, request.context_length)
-        if steps:
-            result: Finding = over_steps(
+        if over_steps:
+            result: Finding = at_every_step(
                 checkpoint, name, task=files.law, **request.drawn_by | settings
             )
         else:
@@ -191,56 +190,3 @@ def score(
     title = f"{method} on {len(found.seconds)} entries of the suite, version {version}"
     text = "\n".join([wrapped(title), frame_text(summary.drop(columns="meaning"), {})])
     answer(document, text, as_json=as_json)
-
-
-def settings_of(name: str, analysis: "Analysis", words: Sequence[str]) -> dict[str, object]:
-    """Further arguments of an analysis, from the words after its shared options on the command
-    line.
-
-    A truth value is `--mlps` or `--no-mlps`; an option with several values is repeated.
-
-    Raises:
-        ValueError: If there is no such option, or its value has the wrong type.
-    Example:
-        >>> from mechinterp.analysis.registry import ANALYSES
-        >>> settings_of("p-probe", ANALYSES["p-probe"], ["--layer", "1", "--steps=3"])
-        {'layer': 1, 'steps': 3}
-    """
-    hints = get_type_hints(analysis.function)
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    flags = []
-    for key, parameter in analysis.options.items():
-        kind = _kind(hints.get(key), parameter)
-        if key in SHARED or kind is None:
-            continue
-        flags.append(f"--{key.replace('_', '-')}")
-        if kind is bool:
-            parser.add_argument(flags[-1], action=BooleanOptionalAction, default=SUPPRESS)
-        elif isinstance(kind, tuple):
-            parser.add_argument(flags[-1], action="append", type=kind[0], default=SUPPRESS)
-        else:
-            parser.add_argument(flags[-1], type=kind, default=SUPPRESS)
-    try:
-        settings, unknown = parser.parse_known_args(list(words))
-    except ArgumentError as error:
-        raise ValueError(f"{error.argument_name}: {error.message}.") from None
-    if unknown:
-        known = ", ".join(flags) or "no further options"
-        raise ValueError(f"{name} takes {known}, got {unknown[0]}.")
-    return vars(settings)
-
-
-def _kind(hint: object, parameter: Parameter) -> type | tuple[type] | None:
-    """Type that a word can be converted to, in a tuple if several values are possible; None if
-    there is none."""
-    if hint is None and parameter.default not in (None, Parameter.empty):
-        hint = type(parameter.default)
-    choices = [each for each in (get_args(hint) or (hint,)) if each is not NoneType]
-    if get_origin(hint) in (list, tuple, Sequence):
-        return (choices[0],) if choices[0] in PLAIN else None
-    for choice in choices:
-        if choice is bool or choice in PLAIN:
-            return choice
-        if get_origin(choice) in (list, tuple, Sequence):
-            return _kind(choice, parameter)
-    return None

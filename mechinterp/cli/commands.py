@@ -10,27 +10,16 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.analyses import (
-    ablate,
-    analyse,
-    compare_learners,
-    probe,
-    prune,
-    response,
-    score,
-)
+from mechinterp.cli.analyses import analyse, commands, score
 from mechinterp.cli.checkpoints import check, classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
-from mechinterp.cli.options import option
+from mechinterp.cli.options import add_command, new_app, option
 from mechinterp.cli.printing import TOO_LARGE, complain, is_out_of_memory, say
 from mechinterp.cli.training import predict_jumps, sweep, train
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich help doubles the start-up time and uses a third of the width
-    add_completion=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+KEPT = "it is not overwritten."
+"""End of messages about an existing file or folder."""
+app = new_app()
 
 
 def show_version(wanted: bool) -> bool:
@@ -50,9 +39,6 @@ def common(
     ] = False,
 ) -> None:
     """Find out what attention models compute when they do in-context linear regression."""
-
-
-KEPT = "it is not overwritten."  # end of messages about an existing file or folder
 
 
 def run() -> int:
@@ -85,36 +71,14 @@ def run() -> int:
     return code if isinstance(code, int) else 0
 
 
-FURTHER = {"ignore_unknown_options": True}
-"""Settings of a command that parses options itself."""
-
-
 # The order of the help.
-for run_command in (
-    train,
-    sweep,
-    predict_jumps,
-    check,
-    classify,
-    response,
-    ablate,
-    prune,
-    probe,
-    analyse,
-    compare_learners,
-    report,
-    score,
-    info,
-    convert,
-):
-    # The text after "Example:" appears below the options, but not in the list of commands.
-    text, _, example = " ".join((run_command.__doc__ or "").split()).partition(" Example: ")
-    app.command(
-        name=run_command.__name__.replace("_", "-"),
-        help=text,
-        epilog=f"Example: {example}",
-        context_settings=FURTHER if run_command is analyse else None,
-    )(run_command)
+for command in (train, sweep, predict_jumps, check, classify, *commands()):
+    add_command(app, command)
+# Its words are parsed by the command of the analysis.
+unparsed = {"ignore_unknown_options": True, "help_option_names": []}
+add_command(app, analyse, context_settings=unparsed)
+for command in (report, score, info, convert):
+    add_command(app, command)
 
 
 def _with_value(message: str, error: Exception, arguments: list[str]) -> str:

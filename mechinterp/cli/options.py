@@ -31,6 +31,28 @@ def argument(name: str, text: str) -> Any:
     return typer.Argument(metavar=name, help=text)
 
 
+def new_app() -> typer.Typer:
+    """A program without commands."""
+    return typer.Typer(
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich help doubles the start-up time and uses a third of the width
+        add_completion=True,
+        context_settings={"help_option_names": HELP},
+    )
+
+
+def add_command(app: typer.Typer, command: Callable[..., None], **more: Any) -> None:
+    """Give a program a command with the name, the text and the example of a function.
+
+    The text after "Example:" appears below the options, but not in the list of commands.
+    """
+    text, _, example = " ".join((command.__doc__ or "").split()).partition(" Example: ")
+    name = command.__name__.replace("_", "-")
+    app.command(name=name, help=text, epilog=f"Example: {example}", **more)(command)
+
+
+HELP = ["-h", "--help"]
+"""Options that show the help."""
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],

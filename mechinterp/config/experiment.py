@@ -164,7 +164,7 @@ def _between(start: float, end: float, share: float) -> float:
 # Fields that were added after the first version. At their defaults they do not enter the id, so
 # that old ids are kept.
 LATER_FIELDS = {
-    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed"),
+    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed", "drift"),
     "model": (
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
@@ -244,6 +244,8 @@ class ExperimentConfig:
             start = getattr(train, f"curriculum_{name}")
             rule = f"must be at most the task's {most}"
             of_train.require(f"curriculum_{name}", start is None or start <= most, rule)
+        fixed = train.curriculum_every is None or task.drift == 1
+        of_task.require("drift", fixed, "must be 1 for a curriculum (train.curriculum_every)")
         fits = train.shortest_context is None or train.shortest_context <= length
         of_train.require("shortest_context", fits, f"must be <= task.context_length = {length}")
 
@@ -256,7 +258,7 @@ class ExperimentConfig:
         needed |= {f"model.{name}": False for name in off}
         needed |= {f"model.{name}": None for name in absent}
         needed |= {"task.d_y": 1, "task.noise_var": 0.0}
-        needed |= {"task.supports": None, "task.sparsity": None}
+        needed |= {"task.supports": None, "task.sparsity": None, "task.drift": 1.0}
         if optimizer == "gradient_flow":
             needed["task.n_sequences"] = None
         if self.task.n_tasks is not None:

@@ -17,6 +17,8 @@ COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 NONZEROS = ("gaussian", "signs")
 MOST_NUMBERS = 8
 """Largest number of eigenvalues that are printed one by one."""
+WEIGHTS_SUM = 1e-6
+"""Largest distance from 1 of the sum of the weights of a mixture."""
 SIZES = {"d_x", "d_y", "context_length"}
 """Fields of a task that are sizes."""
 MAX_FILE = 2**22
@@ -126,6 +128,8 @@ def _noting_what_is_passed(cls: type[T]) -> type[T]:
 class TaskConfig:
     """Law of the prompts: x ~ N(0, Sigma), beta ~ N(0, beta_var), y = x beta + N(0, noise_var).
 
+    With `drift` below 1, beta changes from pair to pair; every one of them has the same law.
+
     See also:
         `ExperimentConfig`, `sample_prompts`.
     """
@@ -140,8 +144,9 @@ class TaskConfig:
     """Covariance of x and of x_query."""
     beta_var: float | None = None
     """Variance of a nonzero entry of the task vector; None means 1 / d_x."""
-    noise_var: float = 0.1
-    """Variance of the response noise, unit y^2."""
+    noise_var: float | tuple[tuple[float, float], ...] = 0.1
+    """Variance of the response noise, unit y^2; or pairs (variance, weight), whose weights sum to
+    1: every prompt has one of these variances, chosen with its weight."""
     query_noise: bool = True
     """True: y_query, the target of training, has noise too."""
     supports: tuple[tuple[int, ...], ...] | None = None
@@ -162,6 +167,9 @@ class TaskConfig:
     vectors."""
     task_seed: int = 0
     """Seed of the pool; for one seed a smaller pool is the beginning of a larger one."""
+    drift: float = 1.0
+    """Correlation rho of the task vectors of neighbouring pairs, in (0, 1]: w_l = rho w_{l-1} +
+    sqrt(1 - rho^2) times a fresh task vector. 1: one task vector for all pairs."""
     before: InitVar["TaskConfig | None"] = field(default=None, kw_only=True)
     """The task that `dataclasses.replace` changes; its assumed fields stay assumed unless they
     change."""
@@ -176,7 +184,7 @@ class TaskConfig:
         rules = Rules("task", self)
         rules.at_least(1, "d_x", "d_y", "context_length")
         rules.at_most(MAX_SIZE, "d_x", "d_y", "context_length")
-        rules.at_least(0, "noise_var")
+        self._check_noise(rules)
         rules.positive("beta_var")
         kind, size = self.covariance.kind, len(self.covariance.diagonal(self.d_x))
         if size != self.d_x:
@@ -190,6 +198,41 @@ class TaskConfig:
         pooled = not self.task_seed or self.n_tasks is not None
         rules.require("task_seed", pooled, "needs a task.n_tasks")
         self._check_sparsity(rules)
+        self._check_drift(rules)
+
+    def _check_noise(self, rules: Rules) -> None:
+        """Refuse negative variances, and a mixture whose weights do not sum to 1; a mixture of one level is a number."""
+        if isinstance(self.noise_var, float):
+            rules.at_least(0, "noise_var")
+            return
+        pairs = bool(self.noise_var) and all(len(each) == 2 for each in self.noise_var)
+        rules.require("noise_var", pairs, "must be a number or a list of [variance, weight]")
+        positive = all(min(each) > 0 for each in self.noise_var)
+        rules.require("noise_var", positive, "must have variances and weights above 0")
+        total = sum(weight for _, weight in self.noise_var)
+        one = abs(total - 1) <= WEIGHTS_SUM
+        rules.require("noise_var", one, f"must have weights that sum to 1, not to {total:.6g}")
+        if len(self.noise_var) == 1:
+            object.__setattr__(self, "noise_var", self.noise_var[0][0])
+            return
+        for name, value in {"n_tasks": None, "drift": 1.0}.items():
+            fixed = getattr(self, name) == value
+            rule = f"must be a number if task.{name} is not {json.dumps(value)}"
+            rules.require("noise_var", fixed, rule)
+
+    def _check_drift(self, rules: Rules) -> None:
+        """Refuse a drift outside (0, 1], and one of task vectors that are not Gaussian and new in every prompt."""
+        rules.require("drift", 0 < self.drift <= 1, "must lie in (0, 1]")
+        unused = {
+            "supports": None,
+            "sparsity": None,
+            "n_sequences": None,
+            "n_tasks": None,
+            "shared_beta": False,
+        }
+        for name, value in unused.items():
+            fixed = self.drift == 1 or getattr(self, name) == value
+            rules.require("drift", fixed, f"must be 1 if task.{name} is not {json.dumps(value)}")
 
     def _check_sparsity(self, rules: Rules) -> None:
         """Refuse supports and laws of nonzero entries that no prompt can have."""
@@ -218,7 +261,7 @@ class TaskConfig:
         default = " (1/sparsity)" if self.nonzeros == "signs" else " (1/d_x)"
         settings["covariance"] = self.covariance.in_words
         settings["beta_var"] = f"{self.beta_variance:.4g}{default if self.beta_var is None else ''}"
-        settings["noise_var"] = f"{self.noise_var:.4g}"
+        settings["noise_var"] = self._noise_in_words
         if self.noise_var:
             settings["query_noise"] = "yes" if self.query_noise else "no"
         if self.supports is not None:
@@ -233,7 +276,15 @@ class TaskConfig:
             settings["n_sequences"] = str(self.n_sequences)
         if self.n_tasks is not None:
             settings |= {"n_tasks": str(self.n_tasks), "task_seed": str(self.task_seed)}
+        if self.drift != 1:
+            settings["drift"] = f"{self.drift:.4g}"
         return settings
+
+    @property
+    def _noise_in_words(self) -> str:
+        if isinstance(self.noise_var, float):
+            return f"{self.noise_var:.4g}"
+        return " or ".join(f"{v:.4g} (weight {weight:.4g})" for v, weight in self.noise_var)
 
     @property
     def given(self) -> frozenset[str]:
@@ -306,10 +357,27 @@ class TaskConfig:
         return 1 / self.d_x if self.beta_var is None else self.beta_var
 
     @property
+    def noise_levels(self) -> tuple[tuple[float, float], ...]:
+        """Variances of the noise with their weights; one pair if the noise has one variance.
+
+        Example:
+            >>> TaskConfig().noise_levels, TaskConfig(noise_var=[[0.01, 0.5], [1, 0.5]]).noise_levels
+            (((0.1, 1.0),), ((0.01, 0.5), (1.0, 0.5)))
+        """
+        return ((self.noise_var, 1.0),) if isinstance(self.noise_var, float) else self.noise_var
+
+    @property
+    def noise_variance(self) -> float:
+        """Variance of the noise, mean over its levels; unit y^2."""
+        if isinstance(self.noise_var, float):
+            return self.noise_var
+        return sum(variance * weight for variance, weight in self.noise_var)
+
+    @property
     def posterior_penalty(self) -> float:
         """Penalty of Bayes-optimal ridge regression: noise variance / variance of an entry of the
-        task vector."""
-        return self.noise_var / (self._live * self.beta_variance)
+        task vector. For a mixture of noise levels it is the best ridge regression with one penalty."""
+        return self.noise_variance / (self._live * self.beta_variance)
 
     @property
     def _live(self) -> float:

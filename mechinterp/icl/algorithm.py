@@ -141,6 +141,8 @@ class Algorithm:
     """True: predictions differ between layers. False: they are the same after every layer."""
     linear_in_y: bool = True
     """True: the prediction is linear in the responses of the context."""
+    along_pairs: bool = False
+    """True: the learner takes the pairs one after another. False: the pairs are a set."""
     equivariant: bool = True
     """True: rotating x and x_query together does not change the prediction."""
     covariates: Callable[..., Tensor] | None = None

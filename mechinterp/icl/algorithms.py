@@ -82,7 +82,7 @@ def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
 
 def _posterior_mean(moments: PromptMoments) -> Tensor:
     task = moments.task
-    return dmmse(moments.prompts, pool=task.pool(), noise_var=task.noise_var)
+    return dmmse(moments.prompts, pool=task.pool(), noise_var=task.noise_variance)
 
 
 ETA = Scalar("eta", lambda moments: 1 / moments.curvature)

@@ -1,4 +1,5 @@
-"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, and the task of given prompts."""
+"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, the Kalman filter, a
+hidden noise level, and the task of given prompts."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -157,6 +158,103 @@ def nadaraya_watson(
 
 def _read(prompts: Prompts, weight: Tensor) -> Tensor:
     return einsum(prompts.y, weight, "batch context d_y, batch context -> batch d_y")
+
+
+def adaptive_ridge(
+    prompts: Prompts, *, levels: Sequence[tuple[float, float]], beta_var: float
+) -> Float[Tensor, "batch d_y"]:
+    """Posterior mean for a hidden noise level: ridge regressions mixed by the evidence of their levels.
+
+    sum_k p_k ridge(s_k / beta_var), p_k ~ weight_k N(y; 0, beta_var X X^T + s_k I), by Cholesky decompositions in
+    float64. All responses of a prompt share its level. One level gives ridge regression.
+
+    Args:
+        levels: Variances s_k > 0 of the noise with their weights, such as `TaskConfig.noise_levels`; unit y^2.
+        beta_var: Variance of an entry of the task vector.
+    Raises:
+        ValueError: If there is no level, or a variance, a weight or beta_var is not positive.
+    See also:
+        `ridge`, `TaskConfig.noise_var`.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> task = TaskConfig(noise_var=[[0.01, 0.5], [1, 0.5]])
+        >>> prompts = draw_prompts(task, 512, dtype=torch.float64)
+        >>> losses = [(f - prompts.y_query_clean).square().mean() for f in (
+        ...     adaptive_ridge(prompts, levels=task.noise_levels, beta_var=task.beta_variance),
+        ...     ridge(prompts, penalty=task.posterior_penalty))]
+        >>> bool(losses[0] < losses[1])
+        True
+    """
+    numbers = [beta_var, *(number for level in levels for number in level)]
+    if not levels or min(numbers) <= 0:
+        raise ValueError(
+            f"levels must be pairs of a variance and a weight above 0, and beta_var above 0, got {levels} and {beta_var}."
+        )
+    given = prompts.to(torch.float64)
+    size = max(1, CHUNK_BYTES // (8 * len(levels) * max(1, prompts.x.shape[1]) ** 2))
+    parts = [_mixed(given[rows], levels, beta_var) for rows in chunks(len(prompts), size)]
+    return torch.cat(parts).to(prompts.y.dtype)
+
+
+def _mixed(
+    prompts: Prompts, levels: Sequence[tuple[float, float]], beta_var: float
+) -> Float[Tensor, "batch d_y"]:
+    x, y = prompts.x, prompts.y
+    variances = x.new_tensor([variance for variance, _ in levels])[:, None, None, None]
+    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    root = torch.linalg.cholesky(beta_var * (x @ x.mT) + variances * identity)
+    solved = torch.cholesky_solve(y.expand(len(levels), -1, -1, -1), root)
+    logdet = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    weights = x.new_tensor([weight for _, weight in levels])[:, None]
+    log_p = weights.log() - ((y * solved).sum((2, 3)) + y.shape[2] * logdet) / 2
+    predictions = beta_var * (prompts.x_query[:, None] @ x.mT @ solved)[..., 0, :]
+    return (torch.softmax(log_p, dim=0)[..., None] * predictions).sum(0)
+
+
+def kalman(prompts: Prompts, *, task: TaskConfig) -> Float[Tensor, "batch d_y"]:
+    """Kalman filter, the posterior mean of a task that drifts; the query comes right after the last pair.
+
+    The task vector has a Gaussian posterior N(m, P) after each pair, which moves to N(rho m, rho^2 P + (1 - rho^2)
+    beta_var I) before the next. Without drift it is ridge regression at the task's penalty. Computed in float64.
+
+    Args:
+        task: Law of the prompts: `drift` (rho), `beta_var` and `noise_var`.
+    Raises:
+        ValueError: If the task vectors are not Gaussian in all coordinates (supports, a sparsity or a pool), or d_x or
+            d_y is not that of the prompts.
+    Source:
+        Kalman 1960, A new approach to linear filtering and prediction problems.
+    See also:
+        `ridge`, `TaskConfig.drift`.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> task = TaskConfig(drift=0.9)
+        >>> prompts = draw_prompts(task, 512, dtype=torch.float64)
+        >>> losses = [(f - prompts.y_query_clean).square().mean() for f in (
+        ...     kalman(prompts, task=task), ridge(prompts, penalty=task.posterior_penalty))]
+        >>> bool(losses[0] < losses[1])
+        True
+    """
+    for name in ("supports", "sparsity", "n_tasks"):
+        if getattr(task, name) is not None:
+            raise ValueError(f"task.{name} must be null for kalman, got {getattr(task, name)}.")
+    if not isinstance(task.noise_var, float):
+        raise ValueError(f"task.noise_var must be a number for kalman, got {task.noise_var}.")
+    prompts.require_sizes(d_x=task.d_x, d_y=task.d_y)
+    given = prompts.to(torch.float64)
+    if task.drift == 1:
+        return ridge(given, penalty=task.posterior_penalty).to(prompts.y.dtype)
+    prior = task.beta_variance * torch.eye(task.d_x, dtype=torch.float64, device=given.x.device)
+    m = given.x.new_zeros(len(given), task.d_x, task.d_y)
+    P = prior.expand(len(given), -1, -1)
+    for x, y in zip(given.x.unbind(1), given.y.unbind(1), strict=True):
+        Px = (P @ x[..., None])[..., 0]
+        gain = Px / ((Px * x).sum(1, keepdim=True) + task.noise_var)
+        m = m + gain[..., None] * (y - (x[:, None] @ m)[:, 0])[:, None]
+        P = P - gain[..., None] * Px[:, None]
+        m = task.drift * m
+        P = task.drift**2 * P + (1 - task.drift**2) * prior
+    return einsum(m, given.x_query, "batch d_x d_y, batch d_x -> batch d_y").to(prompts.y.dtype)
 
 
 POOL_BYTES = 2**26

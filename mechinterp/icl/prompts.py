@@ -48,7 +48,9 @@ class Prompts:
     y_query_clean: Float[Tensor, "batch d_y"]
     """Target without noise, x_query . beta; y_query if it is unknown."""
     beta: Float[Tensor, "batch d_x d_y"] | None
-    """Task vectors; None if unknown."""
+    """Task vectors; None if unknown, or if they drift."""
+    drifting: Float[Tensor, "batch n_pairs d_x d_y"] | None = None
+    """Task vectors of each pair and of the query, if they drift (`TaskConfig.drift`)."""
 
     @classmethod
     def from_arrays(
@@ -159,7 +161,7 @@ class Prompts:
 
     def __repr__(self) -> str:
         batch, context, d_x = self.x.shape
-        without = ", without task vectors" if self.beta is None else ""
+        without = "" if self.knows_task_vectors else ", without task vectors"
         sizes = f"d_x={d_x}, d_y={self.y.shape[2]}, {self.x.dtype}"
         return f"Prompts({batch} of {context} pairs, {sizes}{without})"
 
@@ -208,9 +210,12 @@ class Prompts:
             raise ValueError(f"n_pairs must lie in 0 to {most}, the pairs given, got {n_pairs}.")
         if n_pairs == most:
             return self
-        x, y = self.x[:, n_pairs], self.y[:, n_pairs]
-        clean = y if self.beta is None else (x[:, None] @ self.beta)[:, 0]
-        context = {"x": self.x[:, :n_pairs], "y": self.y[:, :n_pairs]}
+        x = self.x[:, n_pairs]
+        y = self.y[:, n_pairs]
+        vectors = None if self.drifting is None else self.drifting[:, : n_pairs + 1]
+        beta = self.beta if vectors is None else vectors[:, -1]
+        clean = y if beta is None else (x[:, None] @ beta)[:, 0]
+        context = {"x": self.x[:, :n_pairs], "y": self.y[:, :n_pairs], "drifting": vectors}
         return replace(self, **context, x_query=x, y_query=y, y_query_clean=clean)
 
     def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
@@ -231,7 +236,8 @@ class Prompts:
         return self if len(rows) == len(self) else self[rows]
 
     def shortened(self, context_length: int) -> "Prompts":
-        """The same prompts with their first `context_length` pairs only.
+        """The same prompts with their first `context_length` pairs only; with their last ones if the
+        task drifts, so that the query still follows the last pair.
 
         Raises:
             ValueError: If they have fewer pairs.
@@ -241,7 +247,10 @@ class Prompts:
             raise ValueError(
                 f"context_length must lie in 1 to {most}, the pairs of the given prompts, got {context_length}."
             )
-        return replace(self, x=self.x[:, :context_length], y=self.y[:, :context_length])
+        if self.drifting is None:
+            return replace(self, x=self.x[:, :context_length], y=self.y[:, :context_length])
+        last = {name: getattr(self, name)[:, most - context_length :] for name in ("x", "y")}
+        return replace(self, **last, drifting=self.drifting[:, most - context_length :])
 
     def require_sizes(self, *, d_x: int, d_y: int) -> None:
         """Refuse prompts whose d_x or d_y is not the model's.
@@ -255,18 +264,103 @@ class Prompts:
             raise ValueError(f"{rule}, got {sizes}.")
 
     def task_vectors(self, purpose: str) -> Float[Tensor, "batch d_x d_y"]:
-        """Task vectors, which must be known.
+        """Task vectors, which must be known and the same for all pairs.
 
         Raises:
-            NoTaskVectorsError: If they are unknown; the message names the purpose.
+            NoTaskVectorsError: If they are unknown or drift; the message names the purpose.
         """
+        if self.drifting is not None:
+            raise NoTaskVectorsError(
+                f"{purpose} needs one task vector for all pairs of a prompt, but the task drifts (task.drift)."
+            )
         if self.beta is None:
             raise NoTaskVectorsError(f"{purpose} needs the task vectors of the prompts; pass beta.")
         return self.beta
 
+    @property
+    def knows_task_vectors(self) -> bool:
+        """True if the task vectors are known, whether they drift or not."""
+        return self.beta is not None or self.drifting is not None
+
+    def task_vectors_at_every_x(self, purpose: str) -> Float[Tensor, "batch n_pairs d_x d_y"]:
+        """Task vectors of each pair and of the query, which must be known.
+
+        Raises:
+            NoTaskVectorsError: If they are unknown; the message names the purpose.
+        """
+        if self.drifting is not None:
+            return self.drifting
+        n_pairs = self.x.shape[1] + 1
+        return self.task_vectors(purpose)[:, None].expand(-1, n_pairs, -1, -1)
+
+    def y_without_noise(self, purpose: str) -> Float[Tensor, "batch context d_y"]:
+        """Responses of the pairs without noise, from the task vectors, which must be known.
+
+        Raises:
+            NoTaskVectorsError: If they are unknown; the message names the purpose.
+        """
+        if self.drifting is None:
+            return self.x @ self.task_vectors(purpose)
+        return _responses(self.x, self.drifting[:, :-1].to(self.x))
+
+    def with_next_task(self, purpose: str) -> "Prompts":
+        """The same covariates with the task vectors and the noise of the next prompt; y_query is that without noise.
+
+        Raises:
+            NoTaskVectorsError: If the task vectors are unknown; the message names the purpose.
+        """
+        noise = (self.y - self.y_without_noise(purpose)).roll(1, 0)
+        rolled = {
+            name: None if getattr(self, name) is None else getattr(self, name).roll(1, 0)
+            for name in ("beta", "drifting")
+        }
+        other = replace(self, **rolled)
+        at_query = other.task_vectors_at_every_x(purpose)[:, -1]
+        clean = (self.x_query[:, None] @ at_query)[:, 0]
+        y = other.y_without_noise(purpose) + noise
+        return replace(other, y=y, y_query=clean, y_query_clean=clean)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Prompts":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Prompts(**{n: None if v is None else change(v) for n, v in values.items()})  # type: ignore[arg-type]
+
+
+def _responses(
+    x: Float[Tensor, "batch n_pairs d_x"], beta: Float[Tensor, "batch n_pairs d_x d_y"]
+) -> Float[Tensor, "batch n_pairs d_y"]:
+    """Responses of task vectors that differ between pairs."""
+    return (x[..., None, :] @ beta)[..., 0, :]
+
+
+def _noise_size(
+    task: TaskConfig, n_prompts: int, like: Tensor, generator: torch.Generator
+) -> float | Float[Tensor, "batch 1 1"]:
+    """Standard deviation of the noise, one for each prompt if there are several levels."""
+    if isinstance(task.noise_var, float):
+        return task.noise_var**0.5
+    # Drawn last: covariates and task vectors equal those of a task with one noise level.
+    place = torch.rand(n_prompts, generator=generator, device=like.device, dtype=torch.float64)
+    variances = torch.tensor([v for v, _ in task.noise_var], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in task.noise_var], dtype=torch.float64)
+    rows = torch.bucketize(place, weights.cumsum(0)[:-1].to(like.device), right=True)
+    return variances.sqrt().to(like)[rows][:, None, None]
+
+
+def _drifting_vectors(
+    task: TaskConfig,
+    first: Float[Tensor, "batch d_x d_y"],
+    n_pairs: int,
+    generator: torch.Generator,
+) -> Float[Tensor, "batch n_pairs d_x d_y"]:
+    """Task vectors of each pair: w_l = rho w_{l-1} + sqrt(1 - rho^2) xi_l, with xi_l of the law of the first."""
+    # Drawn last: covariates, noise and first task vector equal those of the task without drift.
+    fresh = torch.empty((n_pairs - 1, *first.shape), device=first.device, dtype=first.dtype)
+    fresh.normal_(generator=generator)
+    scale = (task.beta_variance * (1 - task.drift**2)) ** 0.5
+    vectors = [first]
+    for change in fresh:
+        vectors.append(task.drift * vectors[-1] + scale * change)
+    return torch.stack(vectors, dim=1)
 
 
 def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
@@ -398,6 +492,8 @@ def draw_prompts(
     # The drawn numbers, the covariates and responses made from them, and the tokens.
     width = dtype.itemsize
     needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
+    if task.drift != 1:
+        needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
     require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
     n_tokens = length + 1
     n_vectors = 1 if task.shared_beta else task.d_y
@@ -417,8 +513,15 @@ def draw_prompts(
         shape, device = (n_prompts,), normal.device
         rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
         beta = task.pool().to(normal)[rows]
-    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * task.noise_var**0.5
-    clean = x_all @ beta
+    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * _noise_size(
+        task, n_prompts, normal, generator
+    )
+    drifting = None
+    if task.drift == 1:
+        clean = x_all @ beta
+    else:
+        drifting = _drifting_vectors(task, beta, n_tokens, generator)
+        clean = _responses(x_all, drifting)
     y_all = clean + noise
     return Prompts(
         x=x_all[:, :-1],
@@ -426,7 +529,8 @@ def draw_prompts(
         x_query=x_all[:, -1],
         y_query=y_all[:, -1] if task.query_noise else clean[:, -1],
         y_query_clean=clean[:, -1],
-        beta=beta,
+        beta=beta if drifting is None else None,
+        drifting=drifting,
     )
 
 

@@ -399,7 +399,7 @@ def task_moments(task: TaskConfig) -> Moments:
     A pool of task vectors enters through its second moment alone.
 
     Raises:
-        ValueError: If the task has several responses or supports.
+        ValueError: If the task has several responses or supports, or drifts.
     Example:
         >>> task_moments(TaskConfig(noise_var=0.0))
         Moments(d_x=5, yy=1)
@@ -407,6 +407,10 @@ def task_moments(task: TaskConfig) -> Moments:
     if task.d_y != 1 or task.supports is not None:
         raise ValueError(
             f"Moments need one response on all coordinates, got d_y {task.d_y}, supports {task.supports}."
+        )
+    if task.drift != 1:
+        raise ValueError(
+            f"Moments need one task vector for all pairs, got task.drift {task.drift:.4g}."
         )
     law = np.full(task.d_x, task.beta_variance)
     if task.n_tasks is not None:
@@ -416,7 +420,7 @@ def task_moments(task: TaskConfig) -> Moments:
         covariance_matrix(task.covariance, task.d_x),
         context_length=task.context_length,
         task_covariance=law,
-        noise_var=task.noise_var,
+        noise_var=task.noise_variance,
     )
 
 

@@ -17,7 +17,7 @@ from transformer_lens.tools.analysis.interchange import (
     random_basis,
 )
 
-from mechinterp.analysis.multi_layer.classify import classify_layers
+from mechinterp.analysis.multi_layer.classify import layered_classification
 from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
 from mechinterp.analysis.multi_layer.naming_scores import (
     NOISES,
@@ -536,18 +536,18 @@ FEWEST = 12
 def test_idle_heads_have_importance_zero_and_no_prediction_is_near_to_no_learner():
     model = garg()
     nn.init.zeros_(model._backbone.h[1].attn.c_proj.weight)
-    found = classify_layers(read_gpt2(model.state_dict()), n_prompts=FEWEST)
+    found = layered_classification(read_gpt2(model.state_dict()), n_prompts=FEWEST)
     assert (found.heads.rise[1] == 0).all()
     assert (found.heads.importance[1] == 0).all()
     nn.init.zeros_(model._read_out.weight)
     nn.init.zeros_(model._read_out.bias)
-    found = classify_layers(read_gpt2(model.state_dict()), n_prompts=FEWEST)
+    found = layered_classification(read_gpt2(model.state_dict()), n_prompts=FEWEST)
     assert "predicts 0 on every prompt" in found.reason
     assert np.isnan(found.near.r2).all()
 
 
 def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
-    found = classify_layers(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
+    found = layered_classification(read_encoder(encoder(6).layers[0].state_dict()), n_prompts=16)
     assert found.label == "undetermined"
     assert "LayerNorm" in found.reason
     assert found.heads.rise.shape == (1, 2)
@@ -556,12 +556,15 @@ def test_one_layer_is_undetermined_as_norm_and_mlp_lie_between():
 @pytest.mark.slow
 def test_prompts_are_the_seeds_and_the_tasks():
     checkpoint = read_gpt2(garg().state_dict())
-    first, again = (classify_layers(checkpoint, n_prompts=FEWEST, seed=1) for _ in range(2))
+    first, again = (layered_classification(checkpoint, n_prompts=FEWEST, seed=1) for _ in range(2))
     np.testing.assert_array_equal(first.heads.rise, again.heads.rise)
-    assert classify_layers(checkpoint, n_prompts=FEWEST).heads.full_risk != first.heads.full_risk
+    assert (
+        layered_classification(checkpoint, n_prompts=FEWEST).heads.full_risk
+        != first.heads.full_risk
+    )
     task = TaskConfig(d_x=3, context_length=9, noise_var=0.0)
-    assert classify_layers(checkpoint, task, n_prompts=FEWEST).task.context_length == 9
+    assert layered_classification(checkpoint, task, n_prompts=FEWEST).task.context_length == 9
     with refused("(3, 1)", "(5, 1)"):
-        classify_layers(checkpoint, TaskConfig(), n_prompts=FEWEST)
+        layered_classification(checkpoint, TaskConfig(), n_prompts=FEWEST)
     with refused("n_prompts", 8, 1):
-        classify_layers(checkpoint, n_prompts=1)
+        layered_classification(checkpoint, n_prompts=1)

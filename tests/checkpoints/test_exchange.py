@@ -45,6 +45,14 @@ def exchange(native: Path, tmp_path: Path) -> Path:
     return tmp_path / "exchange"
 
 
+def before_hashes(exchange: Path) -> None:
+    """Take the hash out of the side-car file, as folders of older versions are."""
+    side_car = exchange / "transformer_lens.json"
+    settings = json.loads(side_car.read_text())
+    del settings["files"]
+    side_car.write_text(json.dumps(settings))
+
+
 def write_state(file: Path, **changes: Tensor | None) -> Path:
     """The state dict of CONFIG's model in a file alone, with some tensors replaced or left out."""
     state = hooked_state(initial_weights(CONFIG), n_ctx=16)
@@ -77,6 +85,15 @@ def test_a_round_trip_loses_nothing(tmp_path: Path, dtype: torch.dtype):
     prompts = draw_prompts(CONFIG.task, 32, seed=0, dtype=dtype)
     expected = predict(before.weights, prompts)
     assert_close_to_rounding(written.model.predict(prompts), expected)
+
+
+def test_weights_of_another_model_are_refused_and_a_folder_without_a_hash_is_read(exchange: Path):
+    file = exchange / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {ATTN + "W_V": 2 * tensors[ATTN + "W_V"]}, file)
+    assert_refused("model.safetensors.*SHA-256", load, exchange)
+    before_hashes(exchange)
+    load(exchange)
 
 
 def test_files_hold_what_hooked_transformer_asks_for(exchange: Path):
@@ -158,6 +175,7 @@ def test_weights_that_contradict_their_side_car_are_refused(
     exchange: Path, changes: dict[str, Tensor], words: str
 ):
     write_state(exchange / "model.safetensors", **changes)
+    before_hashes(exchange)
     assert_refused(rf"exchange/model\.safetensors: .*{words}", load, exchange)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import agreed_label, classify
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import candidates as cases
 from mechinterp.checkpoints.foreign import score
+from mechinterp.checkpoints.foreign.agreed import agreed_label
 from mechinterp.checkpoints.foreign.read import MOST_SHOWN
 from mechinterp.checkpoints.foreign.score import Reading, advice, ranked, tied
 from mechinterp.checkpoints.load import convert

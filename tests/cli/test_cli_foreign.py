@@ -226,7 +226,7 @@ def test_prune_somebody_elses_layers(run: Run, gpt2: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_what_several_layers_refuse(run: Run, deep: Path, gpt2: Path):
-    run("prune", deep, "--rule", "all").assert_refused("--rule", "'best-later'", "'all'")
+    run("prune", deep, "--rule", "all").assert_refused("rule", "best-later", "'all'")
     run("prune", CHECKPOINTS / "softmax-h2-s0").assert_refused("prune", "several layers")
     run("probe", deep, "--n-prompts", 12).assert_refused(deep, "n_prompts must be >= 24", "got 12")
     run("probe", gpt2).assert_refused("n_heads", "--n-heads")

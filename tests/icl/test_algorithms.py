@@ -104,7 +104,7 @@ def test_ista_rests_where_the_lasso_is_least(prompts: Prompts):
     """At rest with threshold eta alpha the gradient is alpha at nonzero entries."""
     eta, alpha = 0.3, 0.05
     # Queries at the unit vectors read out w.
-    one = Prompts(**{k: v[:1].repeat_interleave(5, 0) for k, v in vars(prompts).items()})
+    one = prompts[torch.zeros(5, dtype=torch.long)]
     moments = PromptMoments(replace(one, x_query=torch.eye(5, dtype=torch.float64)), TASK)
     w = run("ISTA", moments, [eta] * 600 + [eta * alpha] * 600, 600)[-1]
     gradient = moments.b[0] - moments.S[0] @ w

@@ -228,13 +228,10 @@ def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
     alpha = 0.05
     # Queries at the unit vectors read out the solution.
     for prompt in range(3):
-        one = sparse[prompt : prompt + 1]
-        copies = Prompts(
-            **{name: value.repeat_interleave(6, 0) for name, value in vars(one).items()}
-        )
+        copies = sparse[torch.full((6,), prompt)]
         repeated = replace(copies, x_query=torch.eye(6, dtype=torch.float64))
         u = lasso(repeated, alpha=alpha)
-        gradient = one.x[0].T @ (one.y[0] - one.x[0] @ u) / 20
+        gradient = copies.x[0].T @ (copies.y[0] - copies.x[0] @ u) / 20
         assert (gradient.abs() <= alpha + 1e-4).all()
         live = u != 0
         assert live.any()

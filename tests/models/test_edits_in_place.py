@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 from mechinterp import hook_module, load, sample_prompts
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -312,3 +313,17 @@ def test_weights_loaded_into_a_hooked_copy_are_refused_and_edits_of_its_projecti
         hooked.model.module.load_state_dict(module.state_dict())
         with refused("out_proj", "hook_module"):
             hooked.predict(prompts)
+
+
+def test_weights_that_are_computed_from_other_parameters_are_refused_until_they_are_plain():
+    attention = (checkpoint := load("softmax-h2-s0")).model.blocks[0].attn
+    old = checkpoint.weights.W_V.clone()
+    prune.l1_unstructured(attention, "W_V", amount=0.5)
+    with refused("W_V", "prune.remove"):
+        checkpoint.weights  # noqa: B018
+    prune.remove(attention, "W_V")
+    assert torch.equal(checkpoint.weights.W_V[0], attention.W_V)
+    assert not torch.equal(checkpoint.weights.W_V, old)
+    parametrize.register_parametrization(attention, "W_Q", nn.ReLU())
+    with refused("W_Q", "remove_parametrizations"):
+        checkpoint.weights  # noqa: B018

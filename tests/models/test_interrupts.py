@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from mechinterp import load, sample_prompts
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import draw_prompts
+from mechinterp.models.hooked.hooks import hooks_on
 from mechinterp.models.hooked.runner import masked
 from mechinterp.models.run.predictor import predictor_of
+from tests.deep_models import random_gpt2
 
 NAME = "d4s1-linear-h1x5-l4-noise0.1-s0"
 
@@ -58,6 +62,24 @@ def test_an_interrupt_at_any_line_of_a_masked_run_changes_no_later_number():
     wrong = [n for n, each in enumerate(after) if not torch.allclose(each, expected, rtol=1e-4)]
     assert wrong == []
     assert not predictor_of(model).is_hooked
+
+
+def test_a_hook_on_a_bridge_whose_block_has_ended_does_nothing_and_is_taken_off():
+    hooked = random_gpt2()
+    prompts = draw_prompts(TaskConfig(d_x=4, context_length=3), 2)
+    hooks = [("blocks.0.attn.hook_z", lambda z, hook: 0 * z)]
+    with torch.no_grad():
+        expected = hooked.predict(prompts)
+        block = hooks_on(hooked.model, hooks)
+        block.__enter__()
+        assert not torch.equal(hooked.predict(prompts), expected)
+        (handle,) = hooked.model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks
+        handle.user_hook.args[0].open = False  # as after an interrupt in the middle of its end
+        assert torch.equal(hooked.predict(prompts), expected)
+        assert not hooked.is_hooked
+        block.__exit__(None, None, None)
+        assert not torch.equal(hooked.run(hooked.inputs(prompts), hooks)[:, -1], expected)
+        assert torch.equal(hooked.predict(prompts), expected)
 
 
 @pytest.mark.parametrize("permanent", [False, True])

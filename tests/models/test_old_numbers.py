@@ -176,8 +176,8 @@ def edited_prompts() -> bool:
 def another_order_of_pairs() -> bool:
     _, prompts = built(ONE)
     turned = Prompts(**vars(prompts) | {"x": prompts.x.flip(1), "y": prompts.y.flip(1)})
-    names = vars(prompts)
-    both = Prompts(*[torch.cat([getattr(prompts, n), getattr(turned, n)]) for n in names])
+    pairs = {n: (v, getattr(turned, n)) for n, v in vars(prompts).items() if v is not None}
+    both = Prompts(**{n: torch.cat(pair) for n, pair in pairs.items()})
     return len(both.distinct()) == 32
 
 

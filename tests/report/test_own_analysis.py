@@ -1,16 +1,17 @@
 """An analysis of the user's own, in a module outside of the package: JSON, terminal, page and CSV."""
 
+import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+import mechinterp as mi
 from mechinterp.analysis.registry import ANALYSES, analysis_of, nothing, run_analysis
 from mechinterp.checkpoints.load import load
-from mechinterp.cli.analyses import settings_of
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.report.page import default_names, write_report
 from tests.conftest import CHECKPOINTS, Run
@@ -107,26 +108,53 @@ def test_what_is_no_analysis_is_refused(folder: Path, run: Run, named: str, word
     run("analyse", named, PATH).assert_refused(words)
 
 
-def test_options_come_from_the_signature():
-    p_probe = ANALYSES["p-probe"]
-    words = ["--layer", "2", "--steps=3"]
-    assert settings_of("p-probe", p_probe, words) == {"layer": 2, "steps": 3}
-
-    def mine(source, sizes: Sequence[int] = (1, 2), *, on: bool = False): ...
-
-    order = analysis_of(mine)[1]
-    words = ["--sizes", "3", "--sizes", "4", "--on"]
-    assert settings_of("mine", order, words) == {"sizes": [3, 4], "on": True}
+def test_help_lists_the_options_of_a_function(folder: Path, run: Run):
+    text = run("analyse", NAME, "--help").out
+    assert "Mean power of the responses." in text
+    for flag in ("--power", "--clip / --no-clip", "--n-prompts", "--over-steps"):
+        assert flag in text
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lyer", "1"], "p-probe takes --layer, --steps, --task, got --lyer."),
-        (["--layer", "one"], "--layer: invalid int value: 'one'."),
-        (["--layer"], "--layer: expected one argument."),
-        (["1"], "got 1."),
+        (["--lyer", "1"], "--lyer"),
+        (["--layer", "one"], "got one."),
+        (["--layer"], "'--layer' requires"),
+        (["1"], "(1)"),
     ],
 )
 def test_an_option_that_is_none_is_refused(run: Run, words: list[str], message: str):
-    run("analyse", "p-probe", PATH, *words).assert_refused(message)
+    run("analyse", "p-probe", PATH, *words).assert_refused(message, "mechinterp analyse ")
+
+
+@pytest.mark.parametrize("model", ["softmax-h2-s0", "garg-tiny-s0"])
+def test_what_a_predictor_gives_an_analysis_has_the_shapes_of_the_page(model: str):
+    """The table of docs/how/own_analysis.md names all of these."""
+    source = load(model)
+    predictor, prompts = mi.predictor_of(source), mi.sample_prompts(source, 4)
+    layers, heads, pairs = predictor.n_layers, predictor.n_heads, source.task.context_length
+    stream = predictor.streams(prompts)
+    width = stream.shape[-1]
+    positions = pairs + 1 if model == "softmax-h2-s0" else 2 * pairs + 1
+    shapes = {
+        "predict": (predictor.predict(prompts), (4, 1)),
+        "run": (predictor.run(prompts, [[], [(0, 0)]]), (2, 4, 1)),
+        "with_gradients": (predictor.with_gradients(prompts), (4, 1)),
+        "streams": (stream, (layers + 1, 4, 1, width)),
+        "stream": (predictor.stream(prompts, layers), (4, positions, width)),
+        "query_writes": (predictor.query_writes(prompts), (layers, 4, heads, width)),
+        "query_patterns": (predictor.query_patterns(prompts), (layers, 4, heads, positions)),
+        "own_read_out": (predictor.own_read_out(stream[-1, :, 0], prompts), (4, 1)),
+        "predict_at_every": (predictor.predict_at_every(prompts), (4, pairs + 1, 1)),
+    }
+    text = (Path(__file__).parents[2] / "docs/how/own_analysis.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `predictor\.(\w+)\(", text, re.M)) == set(shapes)
+    for name, (value, shape) in shapes.items():
+        if name == "predict_at_every" and model == "softmax-h2-s0":
+            assert value is None
+        else:
+            assert value.shape == shape, name
+    torch.testing.assert_close(
+        shapes["own_read_out"][0], shapes["predict"][0], rtol=1e-4, atol=1e-5
+    )

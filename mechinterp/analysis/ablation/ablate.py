@@ -506,7 +506,7 @@ def ablate(
     n_prompts: int | None = None,
     seed: int = 0,
 ) -> Ablation:
-    """What masking heads or MLPs costs: heads alone, pairs, layers, subsets, Shapley values, a greedy order, positions.
+    """Cost of masking heads or MLPs: heads alone, pairs, layers, subsets, Shapley values, a greedy order, positions.
 
     Excess risk is the mean of (ŷ − x·β)² on the same prompts for every mask; ± is one standard error, paired over
     prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over prompts at that position, and resample

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.learners.nearest import NEAR
-from mechinterp.analysis.learners.simple import CROSS_VALIDATED, LEARNERS, fitted
+from mechinterp.analysis.learners.simple import CROSS_VALIDATED, FOR_SOME_TASKS, LEARNERS, fitted
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import (
@@ -42,9 +42,11 @@ OFF_CENTRE, CLEARLY = 0.1, 5.0
 """The mean of x or y is clearly not 0 if it exceeds OFF_CENTRE of the root mean square and CLEARLY
 standard errors."""
 OVERFLOW = "the model's predictions overflow"
-DEFAULT = tuple(name for name in LEARNERS if name != "dmmse" and not LEARNERS[name].without)
-"""Learners for any task. A task with a pool adds dmmse; prompts whose x or y have a mean add those
-with an intercept."""
+DEFAULT = tuple(
+    name for name in LEARNERS if name not in FOR_SOME_TASKS and not LEARNERS[name].without
+)
+"""Learners for any task. A task with a pool adds dmmse, one that drifts the Kalman filter, several
+noise levels adaptive ridge regression; prompts whose x or y have a mean add learners with an intercept."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -326,10 +328,13 @@ def require_lengths(given: Sequence[int] | None, longest: int) -> list[int]:
 def with_companions(
     learners: Iterable[str], law: TaskConfig | None, *, intercepts: bool
 ) -> tuple[str, ...]:
-    """Learners, with dmmse for a task with a pool, and with those that have an intercept."""
+    """Learners, with the Bayes learner of a task with a pool, a drift or several noise levels, and with an intercept
+    where asked."""
     names = [*learners]
-    if law is not None and law.n_tasks is not None:
-        names.append("dmmse")
+    if law is None and (unknown := [name for name in names if name in FOR_SOME_TASKS]):
+        raise ValueError(f"{unknown[0]} needs the law of the prompts: state it by task= (--task).")
+    if law is not None:
+        names += [name for name, applies in FOR_SOME_TASKS.items() if applies(law)]
     if intercepts:
         names += [name for name, each in LEARNERS.items() if each.without in names]
     return tuple(dict.fromkeys(names))

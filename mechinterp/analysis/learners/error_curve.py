@@ -20,10 +20,11 @@ from mechinterp.models.run.evaluation import prompts_and_law, require_prompts
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
 LEARNERS = ("ridge", "least_squares", "zero")
-"""Learners beside the model; a task with a pool adds dmmse."""
+"""Learners beside the model; a task with a pool adds dmmse, one that drifts the Kalman filter, one with
+several noise levels adaptive ridge regression."""
 FEW = 4
 """Number of prompts that show whether one pass gives all lengths."""
-BAYES = ("dmmse", "ridge_with_intercept", "ridge")
+BAYES = ("kalman", "dmmse", "adaptive_ridge", "ridge_with_intercept", "ridge")
 """Learners that the model's loss is divided by: the first that is compared."""
 
 
@@ -38,7 +39,8 @@ class ErrorCurve(LearnerComparison):
 
     @property
     def over_best(self) -> float:
-        """Mean loss of the model divided by that of the Bayes predictor: dmmse with a pool, else ridge."""
+        """Mean loss of the model divided by that of the Bayes predictor: dmmse with a pool, the Kalman
+        filter with a drift, adaptive ridge with several noise levels, else ridge."""
         return float(self._mean(self.best).ratio)
 
     @property

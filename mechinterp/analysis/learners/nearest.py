@@ -146,7 +146,7 @@ class Evaluation:
             "kernel_head": torch.stack(smoothed),
             "least_squares": ridge(self.prompts, penalty=0)[None],
         }
-        return learned | ({"ridge": self.ridge[None]} if self.task.noise_var else {})
+        return learned | ({"ridge": self.ridge[None]} if self.task.noise_variance else {})
 
 
 @lru_cache(maxsize=16)

@@ -320,7 +320,7 @@ class Setting:
         own = predictor_of(source).predict_at_every(full) if one_pass else None
         cut = full.shortened if own is None else full.prefix
         prompts = [cut(length) for length in lengths]
-        memory = partial(dmmse, pool=self.pool, noise_var=self.task.noise_var)
+        memory = partial(dmmse, pool=self.pool, noise_var=self.task.noise_variance)
         return Sample(
             prompts,
             [memory(each) for each in progress(prompts, f"dMMSE on {kind} tasks")],
@@ -439,6 +439,12 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
                 f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
         return Setting(task, task.pool(), own=True)
+    if task.drift != 1:
+        raise ValueError(
+            f"{analysis} needs a task that does not drift, got task.drift {task.drift}."
+        )
+    if len(task.noise_levels) > 1:
+        raise ValueError(f"{analysis} needs one noise level, got task.noise_var {task.noise_var}.")
     require_pool(pool, task.d_x, task.d_y)
     return Setting(task, pool.to("cpu", torch.float64), own=False)
 

@@ -14,8 +14,10 @@ from mechinterp.analysis.stats import best_factor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import (
     PENALTIES,
+    adaptive_ridge,
     debiased_gd,
     dmmse,
+    kalman,
     nadaraya_watson,
     ridge,
     ridge_path,
@@ -107,8 +109,14 @@ LEARNERS = {
     ),
     "ridge": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=task.posterior_penalty)),
     "dmmse": SimpleLearner(
-        lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_var)
+        lambda prompts, task: dmmse(prompts, pool=task.pool(), noise_var=task.noise_variance)
     ),
+    "adaptive_ridge": SimpleLearner(
+        lambda prompts, task: adaptive_ridge(
+            prompts, levels=task.noise_levels, beta_var=task.beta_variance
+        )
+    ),
+    "kalman": SimpleLearner(lambda prompts, task: kalman(prompts, task=task)),
     "least_squares": SimpleLearner(lambda prompts, task: ridge(prompts, penalty=0)),
     "best_ridge": SimpleLearner(
         lambda prompts, task: penalised(prompts, PENALTIES), settings=PENALTIES
@@ -129,7 +137,14 @@ LEARNERS = {
         without="least_squares",
     ),
 }
-"""Learners by name. Ridge has the penalty of the task's law; dmmse needs a task with a pool."""
+"""Learners by name. Ridge has the penalty of the task's law; dmmse needs a task with a pool, the Kalman filter and
+adaptive ridge regression a known law of Gaussian task vectors."""
+FOR_SOME_TASKS = {
+    "dmmse": lambda task: task.n_tasks is not None,
+    "adaptive_ridge": lambda task: len(task.noise_levels) > 1,
+    "kalman": lambda task: task.drift != 1,
+}
+"""Learners that are the posterior mean of some tasks only, and whether a task is one of them."""
 CROSS_VALIDATED = {"ridge": False, "ridge_with_intercept": True}
 """Learners whose penalty is cross-validated if the law is unknown; True: with an intercept."""
 

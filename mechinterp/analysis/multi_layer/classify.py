@@ -42,7 +42,7 @@ CONSTANT = 1e-8
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LayeredClassification(Classified):
-    """How much the excess risk rises when one head of a layered model is masked, and what the model is near to.
+    """Rise of the excess risk when one head of a layered model is masked, and the nearest learner of the model.
 
     `label` is the algorithm that several layers carry out, a label of `icl.algorithms`, "undetermined" or
     "unstructured"; "undetermined" for a single layer.
@@ -51,7 +51,7 @@ class LayeredClassification(Classified):
     needs_law: ClassVar = (
         "longer prompts, a wide spread of x, identities other than the order of pairs"
     )
-    heads_title: ClassVar = """Heads: what the excess risk rises by when one is masked
+    heads_title: ClassVar = """Heads: rise of the excess risk when one is masked
   head                    rise (y²)  share of its layer's rises"""
 
     algorithm: Naming | None
@@ -124,14 +124,14 @@ class LayeredClassification(Classified):
 
     @property
     def heaviest(self) -> str:
-        """Which head's masking raises the excess risk most."""
+        """Sentence on the head whose masking raises the excess risk most."""
         most = self.to_frame().nlargest(1, "rise").iloc[0]
         rise = with_error(most["rise"], most["rise_sem"])
         risk = with_error(self.heads.full_risk, self.heads.full_risk_sem)
         return f"masking {most['label']} raises the excess risk most, by {rise} y² on {risk}"
 
     def sentences(self) -> list[str]:
-        """The verdict, the loss, the heaviest head, and what the layers carry out."""
+        """The verdict, the loss, the heaviest head, and the algorithm of the layers."""
         facts = [self.heaviest]
         if self.near.sentence not in self.verdict.sure:
             facts.append(self.near.sentence)
@@ -145,7 +145,7 @@ class LayeredClassification(Classified):
         """Heads, and the tables of the algorithm."""
         heads = Table(
             self.to_frame(),
-            "What the excess risk rises by when a head is masked",
+            "Rise of the excess risk when a head is masked",
             by="rise",
             quiet=("label",),
         )
@@ -181,7 +181,7 @@ class LayeredClassification(Classified):
         return self.heads.plot()
 
 
-def classify_layers(
+def layered_classification(
     source: Source,
     task: TaskLike | None = None,
     *,
@@ -213,7 +213,7 @@ def classify_layers(
         >>> tensors = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
         >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
-        >>> classify_layers(layer, n_prompts=8).label
+        >>> layered_classification(layer, n_prompts=8).label
         'undetermined'
     """
     predictor = predictor_of(source)

@@ -2,7 +2,8 @@
 
 Each algorithm of `icl.algorithms` is fitted to the prediction after every layer, and to the last prediction. It is out if
 (1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains more, or
-(4) the rest is another learner and not noise. If one algorithm is left for the layers, it is the label. Otherwise the
+(4) the rest is another learner and not noise, or (5) the model does not go with it along some direction of the task vector.
+If one algorithm is left for the layers, it is the label. Otherwise the
 label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
 stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
 
@@ -13,6 +14,7 @@ Reading order: `measure` collects the numbers, `decide` applies the rules (`_jud
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -24,12 +26,16 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.multi_layer.directions import Progress, directions_of, law_of, progress_of
 from mechinterp.analysis.multi_layer.naming_scores import (
     LAST,
     LOOSE,
     NOISES,
+    ORDER,
+    ROUNDING,
     USELESS,
     Identity,
+    Predict,
     Scores,
     Setting,
     Subject,
@@ -47,6 +53,10 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     with_scaled,
 )
 from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.one_layer.descent import DESCENDS
+from mechinterp.analysis.response.gate import Gate, gate_of
+from mechinterp.analysis.response.projection import FewPromptsError
+from mechinterp.analysis.response.response import response
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import RESAMPLES, best_factor, ratio_and_sem, resampled
 from mechinterp.checkpoints.module_weights import by_weights
@@ -97,6 +107,10 @@ RULES = {
         "its read-out is {value:.3f} times that of the algorithm, limit 1 ± {limit:g} ({where})",
         FIT,
     ),
+    "ascends": (
+        "along some direction of the task vector the model makes {value:.2f} of its progress ({where}), limit {limit:g}",
+        "mechinterp response shows how the model weighs directions",
+    ),
     "contains": ("{rival}, which it contains, explains as much", ""),
     "tie": (
         "ties with {rival}",
@@ -132,6 +146,8 @@ class Limits:
     noise: float = 0.95
     """Least R² of a model with a hundredth of the noise; a function needs `explained` there. Models that were trained at
     one noise level leave their algorithm a little."""
+    progress: float = DESCENDS
+    """Least progress along any direction of the task vector, relative to the algorithm's: the limit of one layer's steps."""
     read_out: float = 0.05
     """Largest distance from 1 of the factor of an algorithm's read-out."""
     of_rest: float = 0.25
@@ -191,6 +207,9 @@ class Measured:
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
     is_function: bool = False
+    gate: Gate | None = None
+    """Reading of the response, which decides what is asked; None if another order of the pairs changes nothing, or too few
+    prompts were given."""
 
     @property
     def useful(self) -> bool:
@@ -263,6 +282,7 @@ def _judged(
             )
             or _rival(m, scores, r2, limits)
             or _left(learner, scores, measured, limits, counts)
+            or _ascends(scores.progress.get(learner.label), limits)
         )
     return _settled(judged, by_layer)
 
@@ -346,6 +366,13 @@ def _left(
     limit = limits.rest_of_function if measured.is_function else limits.rest
     rule = "rest" if rest.noise else "rest, no symmetry"
     return WhyNot(rule, where, share, limit) if share > limit else None
+
+
+def _ascends(progress: Progress | None, limits: Limits) -> WhyNot | None:
+    """A direction of the task vector in which the model does not go with the algorithm."""
+    if progress is None or progress.least >= limits.progress:
+        return None
+    return WhyNot("ascends", progress.where, progress.least, limits.progress)
 
 
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
@@ -602,10 +629,10 @@ class Naming(Decision, Result):
         """R² of each algorithm after each layer."""
         sems = self.table[[f"{name}_sem" for name in self._by_layer]]
         return figures.lines(
-            np.arange(1, self.n_layers + 1),
+            np.arange(self.n_layers),
             {name: (r2.to_numpy(), sems.loc[name].to_numpy()) for name, r2 in self.path.iterrows()},
             title="R² of each algorithm with the model's prediction after each layer",
-            x_title="layers run",
+            x_title="after layer (the first is 0)",
             y_title="R²",
         )
 
@@ -718,12 +745,15 @@ def measure(
     subject: Subject, settings: Mapping[str, Setting], seed: int, limits: Limits
 ) -> Measured:
     """The numbers, without a label."""
-    own, task, members = settings["own length"], subject.task, candidates_of(subject.task)
+    own, task = settings["own length"], subject.task
     asked = {name: each for name, each in settings.items() if each is own or each.useful}
     trial = Trial(asked, task, subject.n_layers, own.predictions[None])
     measured = Measured(own.relative_risk, _scale(own, task), trial.scores(()))
     if not measured.useful:
         return measured
+    tests = identities(subject.predict, own, task, seed)
+    gate, members = _gate(subject, own, tests), candidates_of(task)
+    members = members if gate is None else gate.asked(members)
     (read, how), near = path_of(subject, own, seed), limits.explained - 0.01
     path, starts = None, {}
     if read is not None:
@@ -732,6 +762,9 @@ def measure(
         starts = dict(zip(path.names, path.scalars, strict=True))
         rests = subject.is_function or bool(reflected(own.prompts[:1], task, seed))
         path = with_scaled(path, by_layer, read, near, seed, rests=rests)
+        path = _with_progress(path, subject, own, read, limits, seed)
+    if gate is not None:
+        starts = {**gate.first_scalars(members, trial.moments("fit")), **starts}
     last, own_tests = trial.scores(members, starts, n_starts=2), {}
     for m, each in enumerate(members):
         if last.r2()[m, OWN] >= LOOSE and not (each.linear_in_y and each.equivariant):
@@ -739,15 +772,43 @@ def measure(
             alone = Setting(own.prompts, predict(own.prompts))
             own_tests[str(each.label)] = identities(predict, alone, task, seed)
     predicted = lambda each: subject.predict(each)[None]  # noqa: E731
+    last = with_scaled(last, trial, predicted, near, seed, rests=subject.is_function)
     return replace(
         measured,
-        last=with_scaled(last, trial, predicted, near, seed, rests=subject.is_function),
-        tests=identities(subject.predict, own, task, seed),
+        last=_with_progress(last, subject, own, predicted, limits, seed),
+        tests=tests,
         own_tests=own_tests,
         path=path,
         path_how=how,
         is_function=subject.is_function,
+        gate=gate,
     )
+
+
+def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate | None:
+    """Reading of the response on the prompts of the model's own length."""
+    if ORDER in tests and tests[ORDER].mismatch() <= ROUNDING:
+        return None
+    law = "unknown" if no_law(subject.task) else law_of(subject.task)
+    with suppress(FewPromptsError):
+        return gate_of(response(subject.source, own.prompts, task=law))
+    return None
+
+
+def _with_progress(
+    scores: Scores, subject: Subject, own: Setting, read: Predict, limits: Limits, seed: int
+) -> Scores:
+    """Scores with the model's progress relative to each algorithm that explains enough to give the label."""
+    r2, found = scores.r2()[:, : scores.n_own].min(1), {}
+    rows = [m for m, each in enumerate(scores.learners) if each.label and r2[m] >= limits.explained]
+    directions = directions_of(subject.task, own.prompts.x.shape[1], seed) if rows else None
+    if directions is None:
+        return scores
+    columns = scores.columns[: scores.n_own]
+    for m in rows:
+        fit = scores.learners[m], scores.scalars[m]
+        found[str(fit[0].label)] = progress_of(directions, read, *fit, subject.n_layers, columns)
+    return replace(scores, progress=found)
 
 
 def _scale(own: Setting, task: TaskConfig) -> Scale:

@@ -17,12 +17,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.multi_layer.directions import Progress, law_of
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import PromptsTask, no_law
+from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
@@ -191,14 +192,14 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
     if no_law(task):
         short = own.prompts[:drawn].shortened(max(1, n // 2))
         return {"half length": Setting.of(short, predict(short), short.x.shape[1] / n)}
-    law = task.law if isinstance(task, PromptsTask) and task.law is not None else task
+    law = law_of(task)
     laws = {"half length": (law, max(1, n // 2)), "double length": (law, 2 * n)}
     if task.d_x > 1:
         values = np.geomspace(1, CONDITION, task.d_x)
         spread = tuple((values / values.mean()).tolist())
         wide = CovarianceConfig(kind="eigenvalues", eigenvalues=spread)
         laws["wide spread"] = (replace(law, covariance=wide), n)
-    noise_var = law.noise_var or NO_NOISE * law.signal_var
+    noise_var = law.noise_variance or NO_NOISE * law.signal_var
     for name in NOISES if subject.is_function else ("less noise",):
         laws[name] = (replace(law, noise_var=NOISES[name] * noise_var), n)
     settings = {}
@@ -224,7 +225,9 @@ class Identity:
 
 
 def satisfies(learner: Algorithm, identity: str) -> bool:
-    """True if an algorithm satisfies an identity; all are linear in x_query and take pairs in any order."""
+    """True if an algorithm satisfies an identity; all are linear in x_query."""
+    if identity == ORDER:
+        return not learner.along_pairs
     if identity.startswith("linear in y"):
         return learner.linear_in_y
     return learner.equivariant if identity == "same if x is rotated" else True
@@ -241,7 +244,7 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
     made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
     if not no_law(task):
-        beta = prompts.task_vectors("an identity")
+        beta = prompts.task_vectors_at_every_x("an identity")[:, -1]
         x = prompts.x_query.roll(1, 0)
         changed = {"x_query": x, "y_query_clean": _times(x, beta)}
         made["linear in x_query"] = _added(predict, prompts, known, changed)
@@ -250,11 +253,8 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
                 sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
                 made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
         if task.sparsity is None and task.n_tasks is None:
-            noise, other = (prompts.y - prompts.x @ beta).roll(1, 0), beta.roll(1, 0)
-            changed = {
-                "y": prompts.x @ other + noise,
-                "y_query_clean": _times(prompts.x_query, other),
-            }
+            other = prompts.with_next_task("an identity")
+            changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
             made["linear in y: sum"] = _added(predict, prompts, known, changed)
             if task.supports is None and isotropic(task):
                 made["same if x is rotated"] = _rotated(prompts, seed), known
@@ -353,6 +353,8 @@ class Scores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
     @property
     def names(self) -> list[str]:
@@ -747,5 +749,5 @@ def _predictions(
 
     hooks: Hooks = [] if at is None else [(hooked.stream_name(at[0]), put)]
     with torch.no_grad():
-        output = hooked.model.run_with_hooks(hooked.inputs(given), fwd_hooks=hooks)
+        output = hooked.run(hooked.inputs(given), hooks)
         return hooked.prediction(output, given).cpu().double()

@@ -1,7 +1,7 @@
 """Result of classifying a model that is one layer of attention: its label, the labels of its heads,
 the evidence, and the verdict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -30,10 +30,40 @@ from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
 NO_AVERAGE = ("{s}", "max({s}, 0)")
-SCALES = (
-    *("omega_spread", "zero_sum", "eta", "eta_optimal"),
-    *("theta", "supports", "support_leak", "theta_spread", "descent"),
-)
+UNSHOWN = ("unserved", "step")
+"""Scales that are no numbers of evidence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A number of evidence, as the page, JSON and the terminal show it."""
+
+    column: str
+    """Name of the number; with the index of the entry if there are several."""
+    value: float
+    sem: float
+    """Standard error over prompts; NaN if there is none."""
+    check: Check | None
+    """Limit of the number for the label, with its direction; None if the label has none."""
+    band: Band | None
+    """Range of the number over models with random initial weights; None if there is none."""
+    p_value: float
+    """Fraction of models with random initial weights that reach the number; NaN if they were not compared."""
+    text: str
+    """Description of how the number is computed."""
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Row of the table of evidence."""
+        return {
+            "evidence": self.column,
+            "value": self.value,
+            "sem": self.sem,
+            "limit": "" if self.check is None else self.check.bound,
+            "random_weights": self.band or "",
+            "p_value": self.p_value,
+            "how": self.text,
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -197,7 +227,7 @@ class Classification(Evidence, Classified):
         return {
             "sign_matching": self.sign_matching,
             "checks": [asdict(each) | {"holds": each.holds} for each in self.checks],
-            **{name: getattr(self.scales, name) for name in SCALES},
+            **{name: value for name, value in vars(self.scales).items() if name not in UNSHOWN},
             **{f"substitution_{name}": value for name, value in asdict(self.substitution).items()},
             **{f"learner_{name}": value for name, value in asdict(self.learner).items()},
             **{name: getattr(self.components, name, None) for name in of_components},
@@ -208,32 +238,29 @@ class Classification(Evidence, Classified):
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the pattern, with its error, its limit, and its range and p-value under random weights."""
-        limits = {each.name: each.bound for each in self.checks}
+        return pd.DataFrame([number.row for number in self.numbers])
+
+    @property
+    def numbers(self) -> list[Number]:
+        """Numbers behind the pattern, in the order of the page."""
         for name in self.compared:
             require_text(name)
-        rows = [
-            {
-                "evidence": column,
-                "value": value,
-                "sem": sem,
-                "limit": limits.get(name, ""),
-                "random_weights": self._band(name, value) or "",
-                "p_value": self.p_values.get(name, np.nan),
-                "how": TEXTS["numbers"][name],
-            }
-            for name, column, value, sem in self._numbers()
+        checks = {each.name: each for each in self.checks}
+        known = {name: each.value for name, each in checks.items()} | self.compared | self.evidence
+        return [
+            Number(
+                column=name if np.ndim(known[name]) == 0 else f"{name}_{n}",
+                value=value,
+                sem=known.get(f"{name}_sem", np.nan),
+                check=checks.get(name),
+                band=self._band(name, value),
+                p_value=self.p_values.get(name, np.nan),
+                text=text,
+            )
+            for name, text in TEXTS["numbers"].items()
+            if known.get(name) is not None
+            for n, value in enumerate(np.ravel(known[name]).tolist())
         ]
-        return pd.DataFrame(rows)
-
-    def _numbers(self) -> Iterator[tuple[str, str, float, float]]:
-        """Name, name of the entry, value and standard error of each number behind the pattern."""
-        known = {each.name: each.value for each in self.checks} | self.compared | self.evidence
-        for name in TEXTS["numbers"]:
-            values = known.get(name)
-            if values is not None:
-                sem = known.get(f"{name}_sem", np.nan)
-                for n, value in enumerate(np.ravel(values).tolist()):
-                    yield name, name if np.ndim(values) == 0 else f"{name}_{n}", value, sem
 
     def cards(self) -> list[Card]:
         """One card per head: its numbers of which heads with random weights have a range."""
@@ -271,17 +298,10 @@ class Classification(Evidence, Classified):
 
     def plot(self) -> go.Figure:
         """Numbers behind the label, beside their limits and their ranges under random weights."""
-        limits = {each.name: each.limit for each in self.checks}
-        numbers, ranges, bounds = {}, {}, {}
-        for name, column, value, sem in self._numbers():
-            band = self._band(name, value)
-            if band is None and name not in limits:
-                continue
-            numbers[column] = (value, sem)
-            if band is not None:
-                ranges[column] = (band.low, band.high)
-            if name in limits:
-                bounds[column] = limits[name]
+        shown = [each for each in self.numbers if each.band or each.check]
+        numbers = {each.column: (each.value, each.sem) for each in shown}
+        ranges = {each.column: (each.band.low, each.band.high) for each in shown if each.band}
+        bounds = {each.column: each.check.limit for each in shown if each.check}
         title, random = f"Evidence: {self.label}", "random weights, 5% to 95%"
         return figures.beside_ranges(numbers, ranges, bounds, title=title, range_name=random)
 

@@ -9,10 +9,8 @@ If the prediction is nearly linear in the output of one attention layer at the q
 read-out replaces what lies behind, and the heads have circuits to the prediction: W_O times the
 direction of the read-out. It is fitted on one half of the prompts and scored on the other."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
-from mechinterp.analysis.multi_layer.classify import LayeredClassification, classify_layers
+from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.label_rules import (
     Evidence,
@@ -39,10 +37,14 @@ from mechinterp.analysis.one_layer.label_rules import (
     scales_of,
 )
 from mechinterp.analysis.one_layer.linear_components import Components, components
-from mechinterp.analysis.one_layer.random_null import is_bare, null_of, random_shape
+from mechinterp.analysis.one_layer.random_null import (
+    SMALL_IS_STRUCTURE,
+    is_bare,
+    null_of,
+    random_shape,
+)
 from mechinterp.analysis.stats import best_factor
-from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.predictors import no_law
@@ -51,11 +53,8 @@ from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.layers import is_normalised, kernel_text
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
-
-if TYPE_CHECKING:
-    from mechinterp.checkpoints.checkpoint import Checkpoint
 
 N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
 READ_PROMPTS, CHUNK = 1024, 64
@@ -94,7 +93,7 @@ def classify(
         He et al. 2025, arXiv 2503.12734, for patterns of softmax attention; Zhang et al. 2025,
         arXiv 2501.16265, for linear attention; the limits are chosen and calibrated here.
     See also:
-        `classify_circuits`, `mechinterp.analysis.multi_layer.classify.classify_layers`, `name_algorithm`, `compare_learners`.
+        `classify_circuits`, `name_algorithm`, `compare_learners`.
     Example:
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> classify(debiased_gradient_step(0.88, 0.05, d_x=5)).label
@@ -114,67 +113,13 @@ def classify(
             return _classified_layers(each, law, n_prompts, seed, limits)
         return _classified(weights_of(each, "classify"), law, n_prompts, seed, limits)
 
-    readings: Sequence[Reading] = getattr(source, "readings", ())
-    if not readings:
-        found = labelled(source)
-        if not one:
-            return found
-        return replace(
-            found, trained_here=predictor.trained_here, reading_doubt=_scale_doubt(predictor)
-        )
-    under: list[Source] = [each.weights for each in readings if each.stands]
+    sizes = None if law is None else (law.d_x, law.d_y)
+    found = over_readings(source, labelled, sizes)
     if not one:
-        checkpoint = cast("Checkpoint", source)
-        sizes = None if law is None else (law.d_x, law.d_y)
-        fits = [e for e in readings if sizes in (None, (e.weights.d_x, e.weights.d_y))]
-        possible = [each for each in fits if each.stands]
-        # If none predicts, one verdict is enough.
-        readings = possible if any(each.predicts for each in possible) else readings[:1]
-        under = [checkpoint.under(each) for each in readings]
-    every = [labelled(each) for each in under]
-    label, reason = agreed_label([each.label for each in every], every[0].reason, readings)
-    doubt = _scale_doubt(predictor) if one else every[0].reading_doubt
-    return replace(every[0], label=label, reason=reason, reading_doubt=doubt)
-
-
-def _scale_doubt(predictor: Predictor) -> str:
-    """Doubt about the reading of one layer's file; empty for other models."""
-    return predictor.doubt if not predictor.trained_here else ""
-
-
-def agreed_label(
-    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
-) -> tuple[str, str]:
-    """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
-    decides.
-
-    Args:
-        patterns: Labels of the remaining readings, in their order.
-        reason: Reason of the first label.
-    """
-    if not readings[0].predicts:
-        return "undetermined", predicts_nothing(readings)
-    possible = [reading for reading in readings if reading.stands]
-    if len(set(patterns)) == 1:
-        first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)
-        if patterns[0] == "undetermined" and others:
-            reason += (
-                f" with score {first}; undetermined with {' and '.join(others)} too; state --score"
-            )
-        return patterns[0], reason
-    labelled = list(zip(patterns, possible, strict=True))
-    best = {pattern: reading for pattern, reading in reversed(labelled)}
-    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
-    # Settings in which readings with different labels differ; one that differs alone is preferred.
-    differing = [
-        {name for name, _ in one.tried.items() ^ other.tried.items()}
-        for (label, one), (another, other) in combinations(labelled, 2)
-        if label != another
-    ]
-    alone = [names for names in differing if len(names) == 1]
-    options = " and ".join(map(option, sorted(set.union(*(alone or differing)))))
-    why = f"the file does not state {options}, which decides the label"
-    return "undetermined", f"{why}: {named} (loss / loss of predicting 0)"
+        return found
+    # The readings of one layer have no doubt of their own.
+    doubt = "" if predictor.trained_here else predictor.doubt
+    return replace(found, trained_here=predictor.trained_here, reading_doubt=doubt)
 
 
 def _classified_layers(
@@ -184,7 +129,7 @@ def _classified_layers(
 
     One layer is read through a linear read-out of its attention if that explains the prediction.
     """
-    layered = classify_layers(source, task, n_prompts=n_prompts, seed=seed)
+    layered = layered_classification(source, task, n_prompts=n_prompts, seed=seed)
     weights = predictor_of(source).weights
     if weights is None or not has_linear_way_in(weights):
         return layered
@@ -238,8 +183,7 @@ def _classified(
     compared = {
         "qk_diagonal_best": float(groups.qk_diagonal.max()),
         "ov_last_entry_best": float(groups.ov_last_entry.max()),
-        "omega_spread": scales.omega_spread,
-        "zero_sum": scales.zero_sum,
+        **{name: getattr(scales, name) for name in SMALL_IS_STRUCTURE},
         "substitution_r2": substitution.r2,
         "task_r2": loss.r2,
     }
@@ -287,6 +231,8 @@ def _components(
 ) -> Components | None:
     """Principal components that a step of linear attention uses, if the task has one response."""
     if form.kind != "matrix" or task.d_y > 1 or task.supports is not None or no_law(task):
+        return None
+    if task.drift != 1:
         return None
     return components(scales.step[0].mT.numpy(), task, limit=limits.equal)
 

@@ -395,9 +395,9 @@ def _on_supports(theta: np.ndarray, supports: tuple[tuple[int, ...], ...]) -> tu
 
 
 def _optimal_step(task: TaskConfig) -> float:
-    if task.covariance.kind != "identity" or task.supports is not None:
+    if task.covariance.kind != "identity" or task.supports is not None or task.drift != 1:
         return float("nan")
-    ratio = task.noise_var / task.signal_var
+    ratio = task.noise_variance / task.signal_var
     step = debiased_step_size(d_x=task.d_x, context_length=task.context_length, noise_var=ratio)
     return step / task.covariance.scale
 

@@ -154,7 +154,7 @@ def patch_activations(
         for layer, pos, *head in np.ndindex(effect.shape[1:]):
             at = (*head, pos) if activation == "pattern" else (pos, *head)
             hook = names[layer], partial(put, at=at, values=cached[layer])
-            after = of_output(hooked.model.run_with_hooks(other, fwd_hooks=[hook]))
+            after = of_output(hooked.run(other, [hook]))
             effect[:, layer, pos, *head] = (after - before).double().numpy(force=True)
     total = (of_output(output) - before).double().numpy(force=True)
     measured = estimates(effect=mean_and_sem(effect), total=mean_and_sem(total))

@@ -271,14 +271,14 @@ def circuit_output(pair: Pair, kept: Kept) -> Tensor:
     """
     model: Any = pair.hooked.model
     writing = hooks_of(pair.senders)
-    _, cache = model.run_with_cache(pair.corrupted, names_filter=writing)
+    _, cache = pair.hooked.run_noting(pair.corrupted, writing)
     corrupted = {name: written_at(model, name, cache[name]) for name in writing}
     cut = _CutEdges(model, corrupted, torch.from_numpy(~kept))
     hooks: list[tuple] = [(name, partial(cut.note, name=name)) for name in writing]
     for name, receivers in _readers(pair).items():
         hooks.append((name, partial(cut.shift, receivers=receivers)))
     with _own_inputs(model):
-        return model.run_with_hooks(pair.clean, fwd_hooks=hooks)
+        return pair.hooked.run(pair.clean, hooks)
 
 
 @dataclass(frozen=True, eq=False)

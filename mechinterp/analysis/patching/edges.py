@@ -5,11 +5,11 @@ head, an MLP, the output). Its effect is the change of a metric on corrupted pro
 sender writes on the clean prompts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -34,10 +34,9 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import require_gradients
-from mechinterp.models.hooked.hooks import Hooks
 from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
-from mechinterp.models.hooked.runner import HookedPredictor, query_positions
+from mechinterp.models.hooked.runner import query_positions
 from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import progress
@@ -208,7 +207,7 @@ def attribute_edges(
     )
     if isinstance(hooked.model, ModuleHooks):
         query_positions(hooked, clean)
-        require_sum(hooked.model, hooked.inputs(clean))
+        require_sum(hooked, hooked.inputs(clean))
     pair = Pair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
     if isinstance(hooked.model, ModuleHooks):
         read = [name for node in pair.receivers for name in (node.hook, node.stream)]
@@ -245,7 +244,7 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
     for share in shares:
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
-            output, passed = noted_run(pair.hooked, tokens, hooks)
+            output, passed = pair.hooked.run_noting(tokens, hooks)
             computed = {node.hook: passed[node.hook] for node in pair.receivers}
             # Prompts do not interact in the model: the gradient of the sum holds that of each prompt's own metric.
             at = torch.autograd.grad(
@@ -266,31 +265,13 @@ def _through(node: Node, passed: dict[str, Tensor], outer: Tensor) -> Tensor:
     return torch.autograd.grad(along.sum(), passed[node.stream], retain_graph=True)[0]
 
 
-def noted_run(
-    hooked: HookedPredictor,
-    tokens: Tensor,
-    names: Iterable[str],
-    hooks: Hooks = (),
-    **options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The model's output and the values at some hook points, with other hooks applied first."""
-    passed: dict[str, Tensor] = {}
-
-    def keep(values: Tensor, hook: object, *, name: str) -> Tensor:
-        passed[name] = values
-        return values  # a Bridge uses the returned value
-
-    noted = [(name, partial(keep, name=name)) for name in names]
-    return hooked.model.run_with_hooks(tokens, fwd_hooks=[*hooks, *noted], **options), passed
-
-
 @torch.no_grad()
 def _patches(pair: Pair) -> Float[np.ndarray, "prompt sender receiver"]:
     """Effect of patching each edge, for each prompt; NaN where there is no edge."""
     hooked, edges = pair.hooked, pair.edges
     effects = np.full((len(pair.corrupted), *edges.shape), np.nan)
     layers = sorted({layer_of(node.hook) for node in pair.receivers})
-    output, streams = noted_run(hooked, pair.corrupted, map(resid_name, layers))
+    output, streams = hooked.run_noting(pair.corrupted, map(resid_name, layers))
     full = pair.metric(output)
     for sender in progress(range(len(pair.senders)), "patching edges"):
         later = np.flatnonzero(edges[sender]).tolist()
@@ -314,7 +295,7 @@ def _patched_readers(
     tokens = streams[resid_name(layer)] if hooked.restarts else pair.corrupted
     names = {pair.receivers[index].hook for index in readers}
     add = partial(_added, more=pair.moved[:, :, sender])
-    _, read = noted_run(hooked, tokens, names, [(stream, add)], **start)
+    _, read = hooked.run_noting(tokens, names, [(stream, add)], **start)
     together = max(1, ROWS // batch) if hooked.restarts else 1
     for first in range(0, len(readers), together):
         chunk = readers[first : first + together]
@@ -324,7 +305,7 @@ def _patched_readers(
         for name in names:
             at = {run: node.head for run, node in enumerate(nodes) if node.hook == name}
             hooks.append((name, partial(_put_in_runs, at=at, values=read[name])))
-        output, _ = noted_run(hooked, repeated, (), hooks, **start)
+        output, _ = hooked.run_noting(repeated, (), hooks, **start)
         yield from zip(chunk, map(pair.metric, output.split(batch)), strict=True)
 
 

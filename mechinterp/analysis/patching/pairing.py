@@ -290,7 +290,7 @@ class Pair:
         inputs = inputs_of(hooked, clean, corrupted)
         last, hooks = hooked.stream_name(hooked.n_layers), hooks_of(senders)
         names = [*hooks, *([last] if nodes == "all" else [])]
-        runs = [hooked.model.run_with_cache(each, names_filter=names) for each in inputs]
+        runs = [hooked.run_noting(each, names) for each in inputs]
         change = {name: runs[0][1][name] - runs[1][1][name] for name in names}
         moved = torch.cat([written_at(hooked.model, name, change[name]) for name in hooks], 2)
         if nodes == "all":

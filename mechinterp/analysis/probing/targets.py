@@ -20,7 +20,8 @@ def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
     """Response at each position: with noise to fit to, and without noise (if known) to score
     against."""
     noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
-    context = prompts.y if prompts.beta is None else prompts.x @ prompts.beta
+    known = prompts.knows_task_vectors
+    context = prompts.y_without_noise("a probe of y") if known else prompts.y
     clean = torch.cat([context, prompts.y_query_clean[:, None]], dim=1)
     return noisy, clean
 
@@ -47,13 +48,12 @@ def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 def task_vectors(prompts: Prompts) -> Values:
-    """Task vector beta of the prompt, all d_x d_y entries, the same at each position.
+    """Task vector beta, all d_x d_y entries; the same at each position unless the task drifts.
 
     Raises:
         ValueError: If the prompts come without task vectors.
     """
-    beta = prompts.task_vectors("a probe of beta").flatten(1)
-    return beta[:, None].expand(-1, prompts.x.shape[1] + 1, -1)
+    return prompts.task_vectors_at_every_x("a probe of beta").flatten(2)
 
 
 STRUCTURES: dict[str, Target] = {"reweighted x": reweighted, "preconditioned x": preconditioned}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp.analysis.response.projection import PromptArrays
 from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import dmmse, ridge
+from mechinterp.icl.predictors import adaptive_ridge, dmmse, kalman, ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 
@@ -23,20 +23,26 @@ POSTERIOR_CHUNK = 256
 
 
 def bayes_of(task: TaskConfig) -> Learner | None:
-    """Posterior mean of a task: Gaussian, with a pool, or sparse with signs; None for any other task.
+    """Posterior mean of a task: Gaussian (fixed, drifting, or of several noise levels), with a pool, or sparse with signs; None for any other task.
 
     Example:
         >>> bayes_of(TaskConfig(d_x=40, sparsity=4)) is None
         True
     """
     if task.n_tasks is not None:
-        return partial(dmmse, pool=task.pool(), noise_var=task.noise_var)
+        return partial(dmmse, pool=task.pool(), noise_var=task.noise_variance)
+    if task.drift != 1:
+        return partial(kalman, task=task)
     if task.supports is not None:
         return None
+    several = len(task.noise_levels) > 1
+    if task.sparsity is None and several:
+        return partial(adaptive_ridge, levels=task.noise_levels, beta_var=task.beta_variance)
     if task.sparsity is None:
         return partial(_exact_ridge, penalty=task.posterior_penalty)
     n_vectors = math.comb(task.d_x, task.sparsity) * 2**task.sparsity
-    signs = task.nonzeros == "signs" and task.d_y == 1 and task.noise_var > 0
+    signs = task.nonzeros == "signs" and task.d_y == 1 and task.noise_variance > 0
+    signs = signs and not several
     return partial(sparse_posterior, task=task) if signs and n_vectors <= MOST_VECTORS else None
 
 
@@ -57,7 +63,7 @@ def sparse_posterior(prompts: Prompts, *, task: TaskConfig) -> Float[Tensor, "ba
         part = prompts[start : start + POSTERIOR_CHUNK].to(torch.float64)
         moment = (part.x.mT @ part.y)[..., 0]
         square = (part.x.mT @ part.x).flatten(1)
-        log_weights = (2 * moment @ vectors.mT - square @ pairs.mT) / (2 * task.noise_var)
+        log_weights = (2 * moment @ vectors.mT - square @ pairs.mT) / (2 * task.noise_variance)
         mean = log_weights.softmax(1) @ vectors
         parts.append((mean * part.x_query).sum(1, keepdim=True))
     return torch.cat(parts)
@@ -79,7 +85,8 @@ def sign_vectors(d_x: int, sparsity: int) -> Float[Tensor, "vector d_x"]:
 
 def _is_ridge(law: TaskConfig) -> bool:
     """True if ridge regression is the Bayes learner of the task."""
-    return law.n_tasks is None and law.sparsity is None and law.supports is None
+    gaussian = law.n_tasks is None and law.sparsity is None and law.supports is None
+    return gaussian and law.drift == 1 and len(law.noise_levels) == 1
 
 
 def learners_beside(

@@ -222,7 +222,7 @@ def order_of(
         root: Coordinates of the slopes, x -> root x; None: those of x.
     """
     context = sample.x.shape[1]
-    beta = prompts.task_vectors("order")[..., output]
+    beta = prompts.task_vectors_at_every_x("order")[..., output]
     moved = sample if root is None else in_coordinates(sample, root)
     u = moved.similarity
     positions = np.unique(np.linspace(0, context - 1, min(context, MOST_SWAPS)).round().astype(int))
@@ -236,7 +236,7 @@ def order_of(
         x = prompts.x.clone()
         x[:, i] = prompts.x[:, i].roll(1, 0)
         y = prompts.y.clone()
-        y[:, i, output] += ((x[:, i] - prompts.x[:, i]) * beta.to(x)).sum(1)
+        y[:, i, output] += ((x[:, i] - prompts.x[:, i]) * beta[:, i].to(x)).sum(1)
         change = pair_weights(function, replace(prompts, x=x, y=y), output) - sample.a
         own = moved.x[:, i]
         new = np.roll(own, 1, 0)
@@ -455,7 +455,7 @@ def _transformed(
         "shift of x": (run(x=x + 1, x_query=query + 1), f),
         "shift of y": (run(y=y + spread) - spread, f),
     }
-    if prompts.beta is not None:
+    if prompts.knows_task_vectors:
         other = second_y(prompts)
         tests["sum of two y"] = (run(y=(y + other) * half), (f + run(y=other)) * half)
     return {name: (*pair, f) for name, pair in tests.items()}
@@ -463,6 +463,4 @@ def _transformed(
 
 def second_y(prompts: Prompts) -> torch.Tensor:
     """Responses of another task vector and other noise on the same x."""
-    beta = prompts.task_vectors("a second y").to(prompts.x)
-    noise = prompts.y - prompts.x @ beta
-    return prompts.x @ beta.roll(1, 0) + noise.roll(1, 0)
+    return prompts.with_next_task("a second y").y

@@ -131,7 +131,7 @@ def response(
     coordinates: str | Float[np.ndarray, "d_x d_x"] | None = "auto",
     trim: float = 0.0,
 ) -> Response:
-    """What a learner does with its prompt, measured without a hypothesis.
+    """Response of a model to its prompts, measured without a hypothesis.
 
     f is the prediction at the query q, S = X^T X / L has eigenvalues s_k and eigenvectors v_k, and
     a_j = df/dy_j is the weight of pair j. Measured are the filter phi of
@@ -240,6 +240,8 @@ class _Setting:
         function = function_of(source)
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
         gaussian = law is not None and law.n_tasks is None and law.sparsity is None
+        # The metric of the gradients is that of Gaussian y given x with one task vector and one noise level.
+        gaussian = gaussian and law.drift == 1 and len(law.noise_levels) == 1
         return cls(
             source=source,
             function=function,
@@ -290,7 +292,7 @@ def _sample(
     f = values(function, prompts, output)
     require_moderate(torch.from_numpy(f))
     size = float(np.square(y).mean())
-    noise = 0.0 if law is None else law.noise_var
+    noise = 0.0 if law is None else law.noise_variance
     x = prompts.x.double().numpy(force=True)
     noise_var = max(noise, LEAST_NOISE * size)
     return PromptArrays(
@@ -462,7 +464,7 @@ def _left(
 ) -> measures.Left:
     """Part left as columns are added, in the coordinates of the sample."""
     again, posterior = None, None
-    if setting.prompts.beta is not None and setting.by_gradient:
+    if setting.prompts.knows_task_vectors and setting.by_gradient:
         other = replace(setting.prompts, y=measures.second_y(setting.prompts))
         again = pair_weights(setting.function, other, output)
     if setting.law is not None and setting.law.n_tasks is not None and setting.bayes is not None:
@@ -474,7 +476,7 @@ def _order(
     setting: _Setting, plain: PromptArrays, root: np.ndarray | None, output: int, notes: list[str]
 ) -> measures.Order | None:
     """Order of the pairs on a few prompts; None with a note if fresh pairs cannot be made."""
-    if setting.prompts.beta is None:
+    if not setting.prompts.knows_task_vectors:
         notes.append(
             "The order of the pairs was not measured: the prompts have no task vectors (beta)."
         )

@@ -8,7 +8,7 @@ the exact value is known. Away from a minimum the estimate has no meaning, and n
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from mechinterp.analysis.training.sampler import (
     Chains,
     LocalLoss,
     Tempered,
+    changed_chains,
     effective_draws,
     hamiltonian_draws,
     langevin_draws,
@@ -178,7 +179,7 @@ def local_learning_coefficient(
     weights: str | Sequence[str] | None = None,
     loss: ModuleLoss | None = None,
     sampled_heads: Sequence[int] | None = None,
-    chains: Chains | None = None,
+    chains: Chains | Mapping[str, object] | None = None,
     settle: bool = False,
     n_prompts: int = 1024,
     seed: int = 0,
@@ -198,7 +199,8 @@ def local_learning_coefficient(
         loss: Function from the module to its loss, a tensor without axes that PyTorch can
             differentiate.
         sampled_heads: Heads of linear attention whose entries are sampled; None means all.
-        chains: Settings of the sampler; None means 8 chains of 1,000 draws, or 4 of 200 on prompts.
+        chains: Settings of the sampler, or some of them by name; None means 8 chains of 1,000 draws, or 4 of 200 on
+            prompts.
         settle: True: descend to a minimum first. No model is at the minimum of the loss on prompts
             that it was not trained on. The minimum may be far away: `moved` is the distance.
         n_prompts: Number of prompts of the loss.
@@ -225,7 +227,7 @@ def local_learning_coefficient(
     """
     require_prompts(prompts, "local_learning_coefficient")
     local = local_loss(source, prompts, weights, loss, sampled_heads, n_prompts, seed)
-    sampler = local.chains if chains is None else chains
+    sampler = chains if isinstance(chains, Chains) else changed_chains(local.chains, chains or {})
     whole = loss is None and weights is None and not isinstance(source, LocalLoss)
     parts = partial(quick_parts, source, prompts, n_prompts, seed) if whole else tuple
     cost = Cost(local, sampler, stated=chains is not None, parts=parts)
@@ -317,7 +319,7 @@ class Cost:
             )
             return
         raise ValueError(
-            f"{takes}: state chains=Chains(...) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
+            f"{takes}: state chains=Chains(...) (--n-draws) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
         )
 
     def _shorter(self) -> str:

@@ -8,8 +8,8 @@ but biased: no step is rejected, so that the step size and the noise of the mini
 sampled density."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -59,6 +59,7 @@ class Chains:
     """Settings of the sampler: number and length of the chains, and the density that they sample."""
 
     n_chains: int = 8
+    """Number of chains."""
     n_draws: int = 1000
     """Number of kept draws per chain."""
     n_warmup: int = 500
@@ -90,6 +91,22 @@ class Chains:
     def n_gradients(self) -> int:
         """Number of gradients of all chains, for one nbeta."""
         return (self.n_warmup + self.n_draws) * self.n_leapfrog
+
+
+def changed_chains(chains: Chains, settings: Mapping[str, object]) -> Chains:
+    """Chains with other settings, by name.
+
+    Raises:
+        ValueError: If there is no such setting.
+    Example:
+        >>> changed_chains(Chains(), {"n_draws": 100}).n_draws
+        100
+    """
+    known = [each.name for each in fields(Chains)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"chains must have settings among {', '.join(known)}, got {name!r}.")
+    return replace(chains, **settings)  # type: ignore[arg-type]
 
 
 PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)

@@ -28,7 +28,13 @@ from mechinterp.checkpoints.foreign.formats import MASK, hooked_layer, require_z
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import document_of, document_parts, read_document
+from mechinterp.checkpoints.native.folder import (
+    document_of,
+    document_parts,
+    read_document,
+    require_stated,
+    sha256_of,
+)
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
 from mechinterp.models.weights import Weights
@@ -38,6 +44,7 @@ ARRAYS = "arrays"
 CONFIG = "config"
 """Name of the config's text in an .npz file."""
 SIDE_CAR = "transformer_lens.json"
+WEIGHTS = "model.safetensors"
 LEAST_N_CTX = 1024
 SCRIPT = Path(__file__).with_name("load.py.txt")
 """Script that is copied into the folder for its reader; this package never runs it."""
@@ -68,16 +75,17 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 "the script that loads the model uses a strict mask, got a model whose query attends to itself."
             )
-    document = document_of(
-        config,
-        step=checkpoint.step,
-        assumed=checkpoint.assumed_and_doubt,
-        grounds=checkpoint.grounds,
-    )
-    text = json.dumps(document | _settings(config), indent=2) + "\n"
     state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
     with claimed(folder, last=SIDE_CAR) as claim:
-        claim.write("model.safetensors", partial(fill_with_tensors, tensors=state))
+        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state))
+        document = document_of(
+            config,
+            step=checkpoint.step,
+            assumed=checkpoint.assumed_and_doubt,
+            grounds=checkpoint.grounds,
+            files={WEIGHTS: sha256_of(claim.waiting[WEIGHTS])},
+        )
+        text = json.dumps(document | _settings(config), indent=2) + "\n"
         claim.write("load.py", lambda file: file.write_bytes(SCRIPT.read_bytes()))
         claim.write(SIDE_CAR, lambda file: file.write_text(text, encoding="utf-8"))
 
@@ -111,14 +119,16 @@ def read_exchange(folder: Path) -> Checkpoint:
     """Checkpoint in an exchange folder.
 
     Raises:
-        CheckpointError: If the side-car file or the weights cannot be read, or do not fit together.
+        CheckpointError: If the side-car file or the weights cannot be read, do not fit together, or the weights are not
+            those that the side-car file lists.
     """
     document, config = read_document(folder / SIDE_CAR)
     for name, expected in _settings(config).items():
         got = document.get(name)
         if name != "n_ctx" and (got != expected or type(got) is not type(expected)):
             raise CheckpointError(f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {got!r}.")
-    file = folder / "model.safetensors"
+    file = folder / WEIGHTS
+    require_stated(file, document["files"])
     tensors = read_arrays(file)
     with naming(file):
         _, stated = hooked_layer(tensors, config.task.d_y)

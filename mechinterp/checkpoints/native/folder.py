@@ -251,14 +251,14 @@ def sha256_of(file: Path) -> str:
 
 
 def require_stated(file: Path, files: Mapping[str, object]) -> None:
-    """Refuse a file that is not the one which config.json lists under its name; other names are not checked.
+    """Refuse a file that is not the one listed under its name in the config; other names are not checked.
 
     Raises:
         CheckpointError: If it is missing or has another SHA-256.
     """
     if (stated := files.get(file.name)) is None:
         return
-    rule = f"must be the file that config.json lists (SHA-256 {str(stated)[:12]})"
+    rule = f"must be the file that was written with its config (SHA-256 {str(stated)[:12]})"
     if not file.exists():
         raise CheckpointError(f"{file}: {rule}, but it is missing: copy the whole folder.")
     with readable(file, "a file of a checkpoint", None):

@@ -62,7 +62,7 @@ def require_gradients(hooked: HookedPredictor, inputs: Tensor, names: Iterable[s
     hooks: list[tuple] = [(name, partial(keep, name=name)) for name in dict.fromkeys(names)]
     with gradients_explained():
         tokens = inputs.detach().requires_grad_()
-        prediction = hooked.read(hooked.model.run_with_hooks(tokens, fwd_hooks=hooks))
+        prediction = hooked.read(hooked.run(tokens, hooks))
         reached = _reached(prediction, seen)
     for name in seen:
         if name not in reached:

@@ -7,7 +7,7 @@ HookedTransformer's older names of moved points work too.
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ class Context:
     ends: bool
     """True: the hooks are on until the end of the block. False: they stay, as the user wants."""
     open: bool = True
+    """False: the block has ended, and its hooks do nothing."""
     entered: bool = False
 
     def scoped(self, hooks: list[tuple]) -> list[tuple]:
@@ -57,6 +58,24 @@ class Context:
         if not self.ends:
             return hooks
         return [(name, partial(_while_open, self, hook)) for name, hook in hooks]
+
+    @contextmanager
+    def of(self, model: Any, added: AbstractContextManager) -> Iterator[None]:
+        """Block of `added`, TransformerLens' own, which puts scoped hooks on the model and takes them off.
+
+        Ctrl-C waits meanwhile, and hooks that an interrupted block left on come off first.
+        """
+        try:
+            with uninterrupted():
+                remove_ended(model)
+                added.__enter__()
+                self.entered = True
+            yield
+        finally:
+            self.open = False
+            with uninterrupted():
+                if self.entered:
+                    added.__exit__(None, None, None)
 
 
 def _while_open(context: Context, function: Callable, value: Any, hook: HookPoint) -> Any:
@@ -66,6 +85,28 @@ def _while_open(context: Context, function: Callable, value: Any, hook: HookPoin
 def _has_ended(hook: object) -> bool:
     """True for a hook of a block that has ended."""
     return isinstance(hook, partial) and hook.func is _while_open and not hook.args[0].open
+
+
+def remove_ended(model: Any) -> None:
+    """Take off the hooks whose blocks have ended, as an interrupt may leave them on; all others stay."""
+    for point in model.hook_dict.values():
+        for handles in (point.fwd_hooks, point.bwd_hooks):
+            for handle in [each for each in handles if _has_ended(each.user_hook)]:
+                handle.hook.remove()
+                handles.remove(handle)
+
+
+@contextmanager
+def hooks_on(model: Any, hooks: Hooks) -> Iterator[None]:
+    """Block with forward hooks on a hooked model or a TransformerLens Bridge; an interrupt leaves none that counts."""
+    with lock_of(model):
+        if isinstance(model, CheckedHooks):
+            block: AbstractContextManager = model.hooks(fwd_hooks=hooks)
+        else:
+            context = Context(ends=True)
+            block = context.of(model, model.hooks(fwd_hooks=context.scoped(list(hooks))))
+        with block:
+            yield
 
 
 class CheckedHooks(HookedRootModule):
@@ -96,26 +137,8 @@ class CheckedHooks(HookedRootModule):
         context = Context(reset_hooks_end)
         forward, backward = (context.scoped(self._on_points(h)) for h in (fwd_hooks, bwd_hooks))
         added = super().hooks(forward, backward, reset_hooks_end, clear_contexts)
-        with lock_of(self):
-            try:
-                with uninterrupted():
-                    self.remove_ended()
-                    added.__enter__()
-                    context.entered = True
-                yield self
-            finally:
-                context.open = False
-                with uninterrupted():
-                    if context.entered:
-                        added.__exit__(None, None, None)
-
-    def remove_ended(self) -> None:
-        """Take off the hooks whose contexts have ended, as an interrupt may leave them on; all others stay."""
-        for point in self.hook_dict.values():
-            for handles in (point.fwd_hooks, point.bwd_hooks):
-                for handle in [each for each in handles if _has_ended(each.user_hook)]:
-                    handle.hook.remove()
-                    handles.remove(handle)
+        with lock_of(self), context.of(self, added):
+            yield self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the model. The call waits while another thread has hooks on the model."""

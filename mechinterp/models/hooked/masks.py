@@ -205,26 +205,30 @@ def written(
 
 
 @torch.no_grad()
-def require_sum(model: Any, inputs: Tensor) -> None:
+def require_sum(hooked: Any, inputs: Tensor) -> None:
     """Refuse a plain module whose stream is not the sum of what its heads write.
 
     The heads' outputs are scaled by `LARGE`: the stream after the layer must move in proportion to what they write, and the
     next layer must read that stream.
 
+    Args:
+        hooked: HookedPredictor of the module.
+        inputs: Its own input.
     Raises:
         ValueError: If the stream does not move so, or the next layer reads another stream.
     """
+    model = hooked.model
     last = len(model.blocks) - 1
     for layer in range(last):
         names = [z_name(layer), f"blocks.{layer}.hook_resid_post", resid_name(layer + 1)]
-        _, cache = model.run_with_cache(inputs, names_filter=names)
+        _, cache = hooked.run_noting(inputs, names)
         z, after, before = (cache[name] for name in names)
         if z.shape[:2] != after.shape[:2] or not torch.equal(after, before):
             raise ValueError(
                 f"model must have layers that hand the stream on, got one that changes it between layers {layer} and {layer + 1}."
             )
-        with model.hooks(fwd_hooks=[(names[0], lambda values, hook: values * (1 + LARGE))]):
-            _, grown = model.run_with_cache(inputs, names_filter=names[1])
+        grow: Hooks = [(names[0], lambda values, hook: values * (1 + LARGE))]
+        _, grown = hooked.run_noting(inputs, names[1:2], grow)
         expected = written(model, layer, z).sum(2)
         slope = (grown[names[1]] - after) / LARGE
         if not (slope - expected).abs().max() <= EXPLAINED * expected.abs().max():

@@ -5,7 +5,7 @@ prompts into its input, and `read` turns its output into the prediction.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
+from mechinterp.models.hooked.hooks import hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
     Hooks,
@@ -165,8 +166,7 @@ class HookedPredictor:
             ValueError: If a hook does not exist or does not fire, or the number of heads differs.
         """
         known = [name for name in names if name in self.model.hook_dict]
-        with lock_of(self.model):
-            output, cache = self.model.run_with_cache(self.inputs(prompts), names_filter=known)
+        output, cache = self.run_noting(self.inputs(prompts), known)
         for name in names:
             if name not in cache:
                 reasons = getattr(self.model, "unfollowed", {})
@@ -178,6 +178,24 @@ class HookedPredictor:
             if z_name(layer) in names:
                 self.require_z(layer, cache[z_name(layer)])
         return output, [cache[name] for name in names]
+
+    def run(self, inputs: Tensor, hooks: Hooks = (), **options: Any) -> Any:
+        """Output of the model for its own input, with forward hooks that an interrupt takes off."""
+        with hooks_on(self.model, hooks):
+            return self.model(inputs, **options)
+
+    def run_noting(
+        self, inputs: Tensor, names: Iterable[str], hooks: Hooks = (), **options: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Output of the model and the values at some hook points, with other hooks applied first."""
+        noted: dict[str, Tensor] = {}
+
+        def note(values: Tensor, hook: object, *, name: str) -> Tensor:
+            noted[name] = values
+            return values  # a Bridge uses the returned value
+
+        notes = [(name, partial(note, name=name)) for name in names]
+        return self.run(inputs, [*hooks, *notes], **options), noted
 
     def stream_name(self, layer: int) -> str:
         """Name of the hook on the residual stream after this number of layers."""
@@ -214,7 +232,7 @@ class HookedPredictor:
     def is_hooked(self) -> bool:
         """True if the model has forward hooks, which a shortcut around its modules would skip."""
         with lock_of(self.model):  # waits until hooks of other threads are gone
-            getattr(self.model, "remove_ended", bool)()
+            remove_ended(self.model)
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
 
 
@@ -286,7 +304,7 @@ def masked(
                 f"The model ({type(hooked).__name__}) has no hook {mlp_name(layer)}, where an MLP is masked."
             )
     masks = mask_heads(heads, values=values, at=at) + mask_mlps(mlps, values=mlp_values, at=at)
-    with lock_of(hooked), hooked.hooks(fwd_hooks=[*notes, *masks]):
+    with hooks_on(hooked, [*notes, *masks]):
         yield
     idle = [(layer, head) for layer, head in heads if layer not in fired]
     if idle:
@@ -419,7 +437,7 @@ def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> N
     name = hooked.stream_name(hooked.n_layers)
     fixed: Hooks = [(name, lambda values, hook: stream)]
     own = hooked.read(hooked.model(inputs))
-    kept = hooked.read(hooked.model.run_with_hooks(others, fwd_hooks=fixed))
+    kept = hooked.read(hooked.run(others, fixed))
     moved = (hooked.read(hooked.model(others)) - own).abs().max()
     if (kept - own).abs().max() > PASSED * moved:
         raise NoStreamError(
@@ -440,7 +458,7 @@ def _read_position(
 
     name = hooked.stream_name(hooked.n_layers)
     copies = inputs.repeat(len(groups), *[1] * (inputs.ndim - 1))
-    moved = hooked.read(hooked.model.run_with_hooks(copies, fwd_hooks=[(name, move)]))
+    moved = hooked.read(hooked.run(copies, [(name, move)]))
     changes = (moved - hooked.read(hooked.model(copies))).abs().amax(1)
     ones, zeros = (changes > SMALL * changes.max()).unflatten(0, (-1, 2)).T.tolist()
     if any(one == zero for one, zero in zip(ones, zeros, strict=True)):

@@ -46,6 +46,7 @@ class SharedWeights:
         """
         self._require_unedited()
         named = dict(module.named_parameters(remove_duplicate=False))
+        _require_plain(named)
         known = self._weights
         if known is not None and (known.model, known.scale) == (model, scale):
             views = self._views
@@ -98,6 +99,22 @@ class SharedWeights:
             raise ValueError(
                 "weights that the model has left (by .to, .double, load_state_dict(assign=True) or tied parameters) were "
                 "edited afterwards, which does not reach the model: read `weights` again, edit those, and delete the old ones."
+            )
+
+
+def _require_plain(names: Iterable[str]) -> None:
+    """Refuse weights that are computed from other parameters, as after pruning or weight normalisation by torch.
+
+    Raises:
+        ValueError: If a parameter has a name that torch gives to the source of such a weight.
+    """
+    for name in names:
+        owner, parametrized, rest = name.partition(".parametrizations.")
+        weight = f"{owner}.{rest.split('.')[0]}" if parametrized else name.removesuffix("_orig")
+        if weight != name:
+            tool = "parametrize.remove_parametrizations" if parametrized else "prune.remove"
+            raise ValueError(
+                f"{weight} must be a parameter of its own, got one computed from {name}: make it plain by torch.nn.utils.{tool}."
             )
 
 

@@ -159,7 +159,7 @@ def read_out(
             return others
 
         inputs = hooked.inputs(prompts[rows])
-        output = hooked.model.run_with_hooks(inputs, fwd_hooks=[(name, put)])
+        output = hooked.run(inputs, [(name, put)])
         parts.append(hooked.prediction(output, prompts[rows]))
     return torch.cat(parts)
 

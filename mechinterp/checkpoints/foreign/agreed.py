@@ -1,0 +1,82 @@
+"""Label of a file that leaves settings open: the one on which all its possible readings agree."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Protocol, TypeVar, cast
+
+from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+
+
+class Labelled(Protocol):
+    """A result with a label and the reason for it; a dataclass."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
+L = TypeVar("L", bound=Labelled)
+
+
+def over_readings(
+    source: object, labelled: Callable[[object], L], sizes: tuple[int, int] | None = None
+) -> L:
+    """Result for a source; of a file that leaves settings open, the result for its first possible reading, with the label
+    on which all possible readings agree.
+
+    Args:
+        source: A checkpoint, or any other source of an analysis, which has no readings.
+        labelled: The analysis, as a function of a source.
+        sizes: d_x and d_y of the prompts; readings of other sizes are left out. None: all readings count.
+    """
+    readings: Sequence[Reading] = getattr(source, "readings", ())
+    if not readings:
+        return labelled(source)
+    fitting = [e for e in readings if sizes in (None, (e.weights.d_x, e.weights.d_y))]
+    possible = [each for each in fitting if each.stands]
+    # If no reading predicts, one result is enough.
+    if not any(each.predicts for each in possible):
+        fitting = list(readings)
+        possible = fitting[:1]
+    results = [labelled(source.under(each)) for each in possible]  # type: ignore[attr-defined]
+    label, reason = agreed_label([each.label for each in results], results[0].reason, fitting)
+    return cast("L", replace(results[0], label=label, reason=reason))  # type: ignore[type-var]
+
+
+def agreed_label(
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+) -> tuple[str, str]:
+    """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
+    decides.
+
+    Args:
+        patterns: Labels of the remaining readings, in their order.
+        reason: Reason of the first label.
+    """
+    if not readings[0].predicts:
+        return "undetermined", predicts_nothing(readings)
+    possible = [reading for reading in readings if reading.stands]
+    if len(set(patterns)) == 1:
+        first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)
+        if patterns[0] == "undetermined" and others:
+            reason += (
+                f" with score {first}; undetermined with {' and '.join(others)} too; state --score"
+            )
+        return patterns[0], reason
+    labelled = list(zip(patterns, possible, strict=True))
+    best = {pattern: reading for pattern, reading in reversed(labelled)}
+    named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
+    # Settings in which readings with different labels differ; one that differs alone is preferred.
+    differing = [
+        {name for name, _ in one.tried.items() ^ other.tried.items()}
+        for (label, one), (another, other) in combinations(labelled, 2)
+        if label != another
+    ]
+    alone = [names for names in differing if len(names) == 1]
+    options = " and ".join(map(option, sorted(set.union(*(alone or differing)))))
+    why = f"the file does not state {options}, which decides the label"
+    return "undetermined", f"{why}: {named} (loss / loss of predicting 0)"

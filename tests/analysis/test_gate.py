@@ -1,0 +1,93 @@
+"""The reading of a response as the gate of names: what is asked, and where fits start."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from mechinterp import TaskConfig, response, sample_prompts
+from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.response.gate import Gate, gate_of
+from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, without_path
+from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.predictors import ridge, vanilla_gd
+from mechinterp.icl.prompts import Prompts
+
+TASK = TaskConfig(d_x=3, context_length=20, noise_var=0.1)
+
+
+def forgetting(prompts: Prompts, eta: float, alpha: float) -> torch.Tensor:
+    """One step of descent in which a pair counts alpha per later pair."""
+    n = prompts.x.shape[1]
+    kept = alpha ** torch.arange(n - 1, -1, -1, dtype=prompts.y.dtype)
+    w = eta * prompts.x.mT @ (kept[:, None] * prompts.y) / n
+    return (prompts.x_query[:, None] @ w)[:, 0]
+
+
+def delta_rule(prompts: Prompts, eta: float, gate: float) -> torch.Tensor:
+    w = torch.zeros_like(prompts.x[:, 0, :, None] * prompts.y[:, 0, None])
+    for x, y in zip(prompts.x.unbind(1), prompts.y.unbind(1), strict=True):
+        missed = y - (x[:, None] @ w)[:, 0] * gate
+        w = gate * w + eta * x[..., None] * missed[:, None]
+    return (prompts.x_query[:, None] @ w)[:, 0]
+
+
+def recursive(prompts: Prompts, alpha: float, penalty: float) -> torch.Tensor:
+    n = prompts.x.shape[1]
+    kept = alpha ** torch.arange(n - 1, -1, -1, dtype=prompts.y.dtype)[:, None]
+    S = prompts.x.mT @ (kept * prompts.x) + penalty * torch.eye(3, dtype=prompts.y.dtype)
+    w = torch.linalg.solve(S, prompts.x.mT @ (kept * prompts.y))
+    return (prompts.x_query[:, None] @ w)[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("learner", "along", "starts"),
+    [
+        (partial(ridge, penalty=0.8), False, {"penalty": 0.8, "c": 0.04}),
+        (partial(vanilla_gd, eta=0.7), False, {}),
+        (partial(forgetting, eta=0.9, alpha=0.9), True, {"eta": 0.9, "alpha": 0.9}),
+        (partial(delta_rule, eta=0.08, gate=0.95), True, {"eta": 0.08, "gate": 0.95}),
+        (partial(recursive, alpha=0.9, penalty=0.5), True, {"alpha": 0.9}),
+    ],
+    ids=["ridge", "step", "forgetting", "delta", "rls"],
+)
+def test_starts_are_near_the_scalars_of_the_learner(learner, along: bool, starts: dict) -> None:
+    gate = gate_of(response(learner, task=TASK, n_prompts=256))
+    assert gate.along == along
+    for name, value in starts.items():
+        assert gate.starts[name] == pytest.approx(value, rel=0.2), name
+    assert all(np.isfinite(value) for value in gate.starts.values())
+
+
+def test_learners_along_the_pairs_are_asked_of_such_learners_alone() -> None:
+    online = Algorithm(
+        "an online learner",
+        "online",
+        (
+            Scalar("eta", lambda moments: 0.5, where="once"),
+            Scalar("gate", lambda moments: 1.0, where="once"),
+        ),
+        without_path(lambda moments, eta, gate: moments.b),
+        has_path=False,
+        along_pairs=True,
+    )
+    members = (*ALGORITHMS, online)
+    assert Gate("batch", False).asked(members) == ALGORITHMS
+    gate = Gate("online", True, {"eta": 0.1, "c": 2.0})
+    assert gate.asked(members) == (online,)
+    assert gate.asked(ALGORITHMS) == ALGORITHMS
+    moments = PromptMoments(sample_prompts(TASK, 8, seed=0), TASK)
+    first = gate.first_scalars(members, moments)
+    assert set(first) == {"online"}
+    assert first["online"].tolist() == [0.1, 1.0]
+
+
+@pytest.mark.slow
+def test_names_are_gated_unless_the_pairs_are_a_set_to_rounding() -> None:
+    batch = name_algorithm(partial(ridge, penalty=0.8), task=TASK)
+    assert (batch.label, batch.measured.gate) == ("ridge_like", None)
+    along = name_algorithm(partial(delta_rule, eta=0.08, gate=0.95), task=TASK)
+    assert along.measured.gate is not None
+    assert along.measured.gate.reading == "online"
+    assert along.label == "undetermined"
