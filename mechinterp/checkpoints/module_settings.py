@@ -117,7 +117,9 @@ def _read(mask: str, passed: Passed) -> Tensor | None:
     else:
         return None
     same_for_all = torch.equal(reads, reads[:1, :1].expand_as(reads))
-    return reads[0, 0].cpu() if same_for_all else None
+    n_tokens = passed["hook_k"][0].shape[1] if passed["hook_k"] else reads.shape[-1]
+    beyond = (0, n_tokens - reads.shape[-1])  # tokens that no token reads
+    return F.pad(reads[0, 0].cpu(), beyond) if same_for_all else None
 
 
 def _scores_and_positions(module: HookedModule, run: Sequence[Passed], prompts: Prompts) -> Tried:
@@ -156,9 +158,7 @@ def _factor(turn: tuple[float, bool] | None, passed: Passed) -> float:
         config = ModelConfig(
             rotary_dim=q.shape[-1], rotary_base=turn[0], rotary_adjacent_pairs=turn[1]
         )
-    products = einsum(rotated(q, config), rotated(k, config), PRODUCTS)
-    if products.shape != scores.shape:
-        return 0.0
+    products = einsum(rotated(q, config), rotated(k, config), PRODUCTS)[..., : scores.shape[-1]]
     read = scores > MASKED
     s, p = scores[read].double(), products[read].double()
     factor = (s @ p) / (p @ p).clamp_min(TINY)

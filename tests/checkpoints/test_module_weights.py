@@ -153,6 +153,7 @@ KINDS = {
     "of xs and ys": lambda: random(Pairs()),
     "linear, n - 1 of n keys": lambda: random(Stack(*of(strange.LinearAttention), norm=True)),
     "strict linear": lambda: random(Stack(*of(lambda: strange.LinearAttention(strict=True)))),
+    "context keys": lambda: random(Stack(*of(strange.ContextKeys))),
     "norm of the MLP alone": lambda: random(Stack(*of(Grouped))),
     "rotary": lambda: random(Stack(*of(Rotary), norm=True)),
     "looped rotary": lambda: random(Stack(Rotary(), runs=3, norm=True)),

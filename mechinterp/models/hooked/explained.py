@@ -85,11 +85,14 @@ def _unexplained(
         reason = "its queries, keys and values are not put out by modules of the usual names"
         return [*{*gone, *PROJECTED}], reason
     q, k, v = (passed[name][0] for name in PROJECTED)
+    n_keys = pattern.shape[-1]
+    if n_keys > k.shape[1]:
+        keys = f"{n_keys} keys, and its projection puts out {k.shape[1]}"
+        return POINTS, f"its softmax is over {keys}"
+    # The first tokens alone, such as the context, may be read.
+    k, v = k[:, :n_keys], v[:, :n_keys]
     if not gone:
         (scores,) = passed["hook_attn_scores"]
-        if scores.shape[-1] != k.shape[1]:
-            keys = f"{scores.shape[-1]} keys, and its projection puts out {k.shape[1]}"
-            return POINTS, f"its softmax is over {keys}"
         products = einsum(q, k, PRODUCTS)
         read = (scores > MASKED) & (pattern > 0)
         s, p = scores[read], products[read]
@@ -131,7 +134,8 @@ def _own_scores(
         return seen["hook_attn_scores"][0]
 
     rows = chosen.transpose(1, 2)[..., None]  # [batch, head, pos, 1]
-    expected = torch.where(rows.mT if name == "hook_k" else rows, scores_of(other), scores)
+    of_keys = rows.mT[..., : scores.shape[-1]]
+    expected = torch.where(of_keys if name == "hook_k" else rows, scores_of(other), scores)
     mixed = scores_of(torch.where(chosen[..., None], other, own))
     read = scores > MASKED
     return same(mixed[read], expected[read])
