@@ -24,6 +24,8 @@ NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x
 """Numbers of a head whose circuits are in token coordinates."""
 SIZES = ("qk_norm", "qk_rank", "ov_norm", "ov_rank", "ov_read")
 """Numbers of a head in any coordinates."""
+GATES = ("gate", "beta")
+"""Numbers of a recurrent head."""
 CLEAR_PART = 0.99
 """The colour scale ends at this quantile of abs(entry), for circuits of the stream; 1.0 is the
 maximum. In some models a few entries are many times larger than all others."""
@@ -70,6 +72,11 @@ class Circuits(Result):
     ov_read: Float[np.ndarray, "layer head"]
     """Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read
     out directly."""
+    gate: Float[np.ndarray, "layer head"]
+    """Factor that is left of a recurrent head's state after each token; NaN if it differs from token to token or the
+    head has none."""
+    beta: Float[np.ndarray, "layer head"]
+    """Strength with which a recurrent head writes a token; NaN if it differs from token to token or the head has none."""
     of_weights_alone: str
     """Reason why the circuits are of the weights alone, in coordinates of the stream; empty for
     token coordinates."""
@@ -113,7 +120,13 @@ class Circuits(Result):
                 "In coordinates of the stream, QK = W_Q W_K^T times the scale of the scores, "
                 "OV = W_V W_O."
             )
-        return [f"{self!r}.", how]
+        gates = [
+            f"{label} {', '.join(digits(each) for each in values.ravel())}"
+            for label, values in {"gate": self.gate, "strength of writing": self.beta}.items()
+            if not np.isnan(values).all()
+        ]
+        recurrent = f"Heads are recurrent: {'; '.join(gates)}." if gates else ""
+        return [f"{self!r}.", how, *filter(None, [recurrent])]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -123,6 +136,8 @@ class Circuits(Result):
             columns |= {"omega_mean": self.omega_mean, "omega": self.omega, "mu": self.mu}
             columns |= {name: getattr(self, name) for name in NUMBERS}
         columns |= {name: getattr(self, name) for name in SIZES}
+        gates = {name: getattr(self, name) for name in GATES}
+        columns |= {name: values for name, values in gates.items() if not np.isnan(values).all()}
         by_head = {name: v.reshape(-1, *v.shape[2:]) for name, v in columns.items()}
         return pd.DataFrame(entries(by_head))
 
@@ -195,7 +210,8 @@ def circuits(source: Source) -> Circuits:
     """QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.
 
     QK is how strongly the query's token attends to a key's: W_Q W_K^T times the scale of the scores.
-    OV is what the head reads from the tokens that it attends to: W_V W_O. In the published pattern
+    OV is what the head reads from the tokens that it attends to: W_V W_O. A recurrent head has gates besides, and its exact
+    attention pattern A, with output A v W_O, is that of `attention_patterns`. In the published pattern
     of one layer QK is omega times the identity on x, and OV is mu on y. If only sums lie between
     tokens, heads and read-out, the read-in and read-out matrices are multiplied in, and circuits are
     in token coordinates. Otherwise they are those of the weights alone, and the result says why.
@@ -247,8 +263,17 @@ def circuits(source: Source) -> Circuits:
     norm = torch.linalg.matrix_norm
     of_any = {"QK": QK, "OV": OV, "qk_norm": norm(QK), "ov_norm": norm(OV), "ov_read": ov_read}
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
+    of_any |= {name: _constant(weights, name, like=ov_read) for name in GATES}
     arrays = {name: tensor.numpy() for name, tensor in (about_tokens | of_any).items()}
     return Circuits(**arrays, of_weights_alone=alone)
+
+
+def _constant(weights: Weights, name: str, *, like: Tensor) -> Float[Tensor, "layer head"]:
+    """Gate or strength of writing of each head; NaN where the heads have none, or one per token."""
+    b = weights.tensors.get(f"attn.b_{name}")
+    if b is None or f"attn.W_{name}" in weights.tensors:
+        return torch.full_like(like, torch.nan)
+    return torch.sigmoid(b)
 
 
 def effective_rank(matrices: Float[Tensor, "*heads row column"]) -> Float[Tensor, "*heads"]:

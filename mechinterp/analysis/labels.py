@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mechinterp.config import TaskConfig
+
 PAIRS = "the prompt's pairs (x_l, y_l)"
 
 
@@ -37,6 +39,35 @@ TEXTS: dict[str, dict[str, Any]] = tomllib.loads(
 )
 with Path(__file__).with_name("calibration.csv").open(encoding="utf-8") as file:
     COUNTS = {row["label"]: (int(row["wrong"]), int(row["named"])) for row in csv.DictReader(file)}
+
+
+@dataclass(frozen=True)
+class CalibratedRange:
+    """Tasks of the calibration models of a kind, whose counts say nothing about tasks outside."""
+
+    d_x: tuple[int, int]
+    """Smallest and largest dimension."""
+    context_length: tuple[int, int]
+    """Smallest and largest number of pairs."""
+    noise: float
+    """Largest noise variance, as a multiple of the variance of the response without noise."""
+
+    def holds(self, task: TaskConfig) -> bool:
+        """True if the sizes and the noise of a task lie in the range.
+
+        Example:
+            >>> PATTERNS_RANGE.holds(TaskConfig()), PATTERNS_RANGE.holds(TaskConfig(d_x=50))
+            (True, False)
+        """
+        sizes = ((task.d_x, self.d_x), (task.context_length, self.context_length))
+        within = all(low <= size <= high for size, (low, high) in sizes)
+        return within and task.noise_var <= self.noise * task.signal_var
+
+
+PATTERNS_RANGE = CalibratedRange(d_x=(2, 24), context_length=(5, 200), noise=0.5)
+"""Range of the second calibration of one layer (analyses/calibration/fresh.py and plain_training.py)."""
+ALGORITHMS_RANGE = CalibratedRange(d_x=(3, 5), context_length=(12, 35), noise=0.3)
+"""Range of the counted models of several layers (analyses/algorithms/after_families.py)."""
 
 
 def _labels(kind: str) -> dict[str, Label]:

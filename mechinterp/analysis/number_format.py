@@ -32,7 +32,7 @@ def with_error(value: Number, sem: Number) -> str:
         ('(6 ± 5)·10^6', '0.0 ± 0.1')
     """
     value, sem = float(value), float(sem)
-    if not np.isfinite(value):
+    if not np.isfinite(value) or np.isinf(sem):
         return "not defined"
     if abs(value) < 1e-12:
         return "0"

@@ -118,11 +118,9 @@ def jumps_ahead(source: Model) -> bool:
 
 
 def every_position(source: Model) -> bool:
-    """True for a model of this package that predicts at every x: causal, with tokens in turn."""
+    """True for a model of this package that predicts at every x in one pass."""
     weights = predictor_of(source).weights
-    if weights is None:
-        return False
-    return weights.model.layout == "in_turn" and not weights.model.context_only
+    return weights is not None and weights.model.predicts_everywhere
 
 
 def quick_curve(source: Model) -> bool:
@@ -337,8 +335,8 @@ def own_function(named: str) -> Callable[..., Any]:
         own = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
-    except ValueError:
-        own = None  # an empty name
+    except (ValueError, TypeError):
+        own = None  # an empty name, or one that begins with a dot
     if not callable(own):
         raise ValueError(f"{named}: {module} has no function {function!r}.")
     return own

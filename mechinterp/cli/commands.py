@@ -48,6 +48,7 @@ def run() -> int:
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     arguments = sys.argv[1:] or ["--help"]
+    closed = sys.stdout is None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the calling process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -68,6 +69,8 @@ def run() -> int:
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f" See {context.command_path} --help."
         _fail(_with_value(error.format_message(), error, arguments) + hint)
+    if closed and not code:  # files are written, but nobody could read the answer
+        _fail("standard output: is closed, so that nothing was printed; send it to a file.")
     return code if isinstance(code, int) else 0
 
 

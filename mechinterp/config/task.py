@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from mechinterp.fields import MAX_SIZE, Rules, build, set_checked
+from mechinterp.fields import LARGEST, MAX_SIZE, Rules, build, set_checked
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -80,6 +80,7 @@ class CovarianceConfig:
         rules = Rules("task.covariance", self)
         rules.one_of("kind", COVARIANCES)
         rules.positive("scale")
+        rules.at_most(LARGEST, "scale")
         for name, kind in (("rho", "kms"), ("eigenvalues", "eigenvalues"), ("matrix", "matrix")):
             unused = not getattr(self, name) or self.kind == kind
             rules.require(
@@ -186,6 +187,7 @@ class TaskConfig:
         rules.at_most(MAX_SIZE, "d_x", "d_y", "context_length")
         self._check_noise(rules)
         rules.positive("beta_var")
+        rules.at_most(LARGEST, "noise_var", "beta_var")
         kind, size = self.covariance.kind, len(self.covariance.diagonal(self.d_x))
         if size != self.d_x:
             what = "numbers" if kind == "eigenvalues" else "rows"

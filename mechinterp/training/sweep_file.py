@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from mechinterp.config import ExperimentConfig, from_dict, override, value_of
 from mechinterp.presets import preset
 
 ENTRY_FIELDS = ("preset", "config", "set", "grid", "name")
+MOST_MODELS = 10_000
+"""Largest number of models in a sweep file; larger grids are refused before any config is built."""
 
 
 def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
@@ -28,9 +31,14 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
     """
     file = Path(file)
     document = read_json(file)
+    entries = document if isinstance(document, list) else [document]
     models: dict[str, ExperimentConfig] = {}
     try:
-        for entry in document if isinstance(document, list) else [document]:
+        if (n_models := sum(map(_n_models, entries))) > MOST_MODELS:
+            raise ValueError(
+                f"a sweep file must list at most {MOST_MODELS} models, got {n_models}; split it into several files."
+            )
+        for entry in entries:
             for name, config in _entry_models(entry):
                 if name in models:
                     raise ValueError(f"names must differ, got {name!r} twice.")
@@ -40,6 +48,13 @@ def load_sweep(file: str | Path) -> dict[str, ExperimentConfig]:
     if not models:
         raise ValueError(f"{file}: a sweep file must hold at least one entry, got none.")
     return models
+
+
+def _n_models(entry: object) -> int:
+    """Number of models of an entry: the product of the lengths of its grid."""
+    grid = entry.get("grid") if isinstance(entry, dict) else None
+    values = grid.values() if isinstance(grid, dict) else ()
+    return math.prod(len(each) for each in values if isinstance(each, list))
 
 
 def _entry_models(entry: object) -> Iterator[tuple[str, ExperimentConfig]]:

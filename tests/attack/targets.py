@@ -15,6 +15,7 @@ from shutil import copytree
 import pandas as pd
 import torch
 
+from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
@@ -50,6 +51,8 @@ SHORT = ExperimentConfig(
     model=ModelConfig(n_heads=2),
     train=TrainConfig(steps=4, batch_size=4, log_every=2, n_eval_prompts=4, snapshot_every=2),
 )
+CLASSIFIED = 16
+"""Number of prompts on which a model that could be loaded is classified."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,10 @@ def _loads(folder: Path, *, name: str) -> None:
     checkpoint = load(folder / name)
     model, weights = checkpoint.config.model, checkpoint.weights
     assert weights.W_Q.shape[:2] == (model.n_layers, model.n_heads)
-    if model.one_attention:
+    if model.one_attention:  # several layers take longer than a case may
         assert weights.OV.shape[2] == checkpoint.config.task.d_y
+        answer = classify(checkpoint, n_prompts=CLASSIFIED)
+        assert answer.label in repr(answer)
 
 
 def _reads_all(folder: Path) -> None:

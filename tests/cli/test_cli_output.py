@@ -17,7 +17,7 @@ from mechinterp.cli.printing import BROKEN_PIPE, say
 from mechinterp.report.bars import progress_bar
 from mechinterp.training.run import Progress
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state
-from tests.conftest import CHECKPOINTS, Run, started
+from tests.conftest import CHECKPOINTS, Run
 
 H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, "--n-prompts", "64"]
@@ -36,10 +36,17 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
 
 
 @pytest.mark.slow
-def test_streams_that_are_closed(tmp_path: Path):
+@pytest.mark.parametrize("streams", [">&-", ">&- 2>&-"])
+def test_a_closed_standard_output_is_no_success(tmp_path: Path, streams: str):
     table = tmp_path / "table.csv"
-    ran = started("/bin/sh", "-c", '"$@" >&- 2>&-', "sh", *COMMAND, "--out", table)
-    assert ran.done(silent=True).out == ""
+    ran = subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {streams}', "sh", *COMMAND, "--out", table],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert len(ran.stderr.splitlines()) == (1 if streams == ">&-" else 0)
     assert table.read_text().count("kernel_regression") == 1
 
 

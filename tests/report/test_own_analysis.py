@@ -101,6 +101,7 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
         ("own_analyses:number", "own_analyses has no function 'number'."),
         ("no_such_module:mine", "no_such_module:mine: there is no module no_such_module."),
         (":mine", "has no function"),
+        ("..:mine", "has no function"),
         ("own_analyses:no_result", "must give a result with to_frame and plot, got int."),
     ],
 )

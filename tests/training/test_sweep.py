@@ -102,6 +102,12 @@ BAD_SWEEPS = [
     (PRESET | {"name": "h{heads}"}, ["'heads'", "known:"]),
     (PRESET | {"grid": {"seed": []}}, ["at least one entry", "none"]),
     ("{", ["not a readable JSON file"]),
+    # Two hours of configs, refused before the first is built.
+    (
+        PRESET | {"grid": {"seed": list(range(10_000)), "task.d_x": list(range(10_000))}},
+        ["at most 10000 models", "100000000"],
+    ),
+    ([PRESET] * 10_001, ["at most 10000 models", "10001"]),
 ]
 
 

@@ -133,7 +133,8 @@ class Evaluation:
         Without noise ridge is least squares, and is left out.
         """
         x, y, query = self.prompts.x, self.prompts.y, self.prompts.x_query
-        unit = 1 / (float(x.square().mean()) * x.shape[2] ** 0.5)
+        size = float(x.square().mean()) or 1.0  # every scale is the mean of y if all x are 0
+        unit = 1 / (size * x.shape[2] ** 0.5)
         scores = torch.einsum("blx,bx->bl", x, query)
         smoothed = [
             torch.einsum("bl,bln->bn", torch.softmax(float(sign * omega * unit) * scores, 1), y)

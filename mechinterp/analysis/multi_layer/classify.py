@@ -23,7 +23,7 @@ from mechinterp.analysis.classified import (
     is_behind,
     nearest_learners,
 )
-from mechinterp.analysis.labels import ALGORITHMS, NO_LABEL
+from mechinterp.analysis.labels import ALGORITHMS, ALGORITHMS_RANGE, NO_LABEL
 from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
@@ -87,7 +87,7 @@ class LayeredClassification(Classified):
             computes = f"{label.text} ({pattern})" + (f"; {numbers}" if numbers else "")
             fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
             sure = f"this formula, {fitted}, explains {number} of the predictions; {share}"
-            sure += calibration_text(label)
+            sure += calibration_text(label) if ALGORITHMS_RANGE.holds(self.task) else ""
         return Verdict(computes, sure, *_others(algorithm), self.task_doubt)
 
     @property

@@ -65,7 +65,12 @@ from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.predictors import PromptsTask, no_law, ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, require_number, task_for
+from mechinterp.models.run.evaluation import (
+    evaluation_prompts,
+    most_prompts,
+    require_number,
+    task_for,
+)
 from mechinterp.models.run.predictor import Learner, Predictor, Source
 
 UNDETERMINED, UNSTRUCTURED = "undetermined", "unstructured"
@@ -654,8 +659,8 @@ def name_algorithm(
         prompts: Given prompts, of the model's own length; no others are drawn at that length. None: drawn from the task.
         task: Law of the prompts; None: the law stated with the model. "unknown": given prompts have no known law, and
             `left_out` names the parts that need it.
-        n_prompts: First number of prompts. If resamples disagree, four times and then sixteen times as many are drawn;
-            the last are the same for every seed.
+        n_prompts: First number of prompts. If resamples disagree, four times and then sixteen times as many are drawn,
+            unless the prompts are too long for so many (`most_prompts`); the last are the same for every seed.
     Raises:
         ValueError: If there is no task, there are fewer than 8 prompts or than twice the scalars of an algorithm, they do
             not fit the model, or a function gives something else than predictions.
@@ -678,7 +683,10 @@ def name_algorithm(
     members = candidates_of(subject.task)
     scalars = max(len(each.names(subject.n_layers)) for each in members)
     require_number(n_prompts, scalars, what="n_prompts" if given is None else "distinct prompts")
+    length = subject.task.context_length
     for growth in GROWTH if given is None else (1,):
+        if growth > 1 and growth * n_prompts > most_prompts(subject.task, length):
+            break
         drawn_by = REFERENCE if growth == GROWTH[-1] else seed
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
         answer = _named(subject, drawn.to(torch.float64), drawn_by)

@@ -27,7 +27,7 @@ from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
-from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts, require_few_numbers
 from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learner, predictor_of
 
 USELESS = 0.95
@@ -176,6 +176,7 @@ def candidates_of(task: TaskConfig) -> tuple[Algorithm, ...]:
 
 def _drawn(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: int) -> Prompts:
     """Prompts of a step of the random stream of evaluation."""
+    require_few_numbers(task, n_prompts, length)
     generator, double = generator_for(seed, "eval", step), torch.float64
     return draw_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
 

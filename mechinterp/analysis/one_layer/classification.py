@@ -114,7 +114,8 @@ class Classification(Evidence, Classified):
     kernel: str
     """Weight of a pair as a function of its score s, such as "exp({s})", up to a factor."""
     calibrated: bool
-    """True if the calibration applies to this label: default limits, and attention alone."""
+    """True if the calibration applies to this label: default limits, attention alone, and a task
+    in the range of the calibration models (`PATTERNS_RANGE`)."""
     caveat: str = ""
     """Note if the numbers do not describe the model's own prediction; else empty."""
 

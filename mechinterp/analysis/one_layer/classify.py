@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
+from mechinterp.analysis.labels import PATTERNS_RANGE
 from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
 from mechinterp.analysis.one_layer.classification import Classification
@@ -216,7 +217,7 @@ def _classified(
         random_ranges=null.ranges,
         n_random=null.n_models,
         kernel=kernel_text(model.score, model.score_slope),
-        calibrated=limits == Thresholds(),
+        calibrated=limits == Thresholds() and PATTERNS_RANGE.holds(task),
         near=nearby(prediction, prompts.families, formula),
         loss=loss,
         best_factor=factor,
@@ -308,7 +309,8 @@ def has_linear_way_in(weights: Weights) -> bool:
     model = weights.model
     around = (model.norm, model.n_positions, model.d_read_in)
     plain = (around, model.layout) == ((None, None, None), "pairs")
-    return model.n_layers == 1 and plain and not model.final_norm and not model.context_only
+    variants = (model.final_norm, model.context_only, model.recurrent)
+    return model.n_layers == 1 and plain and not any(variants)
 
 
 def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> tuple[Weights, float]:

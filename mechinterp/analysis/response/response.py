@@ -289,6 +289,8 @@ def _sample(
     """Prompts as arrays with the predictions of a function and the weights of the pairs."""
     prompts, law = setting.prompts, setting.law
     y = prompts.y[..., output].double().numpy(force=True)
+    if not prompts.x.any():
+        raise ValueError("response needs an x other than 0 among the pairs, got 0 alone.")
     f = values(function, prompts, output)
     require_moderate(torch.from_numpy(f))
     size = float(np.square(y).mean())

@@ -114,6 +114,10 @@ def prove(
     for case in proven:
         if not any(_is_one_model(case, other, recordings[0]) for other in different):
             different.append(case)
+    # What the code of a known format fixes is not open, if its reading is among the proven ones.
+    fixed = cases[0].source.form.fixed
+    known = [case for case in different if all(case.tried.get(n, v) == v for n, v in fixed.items())]
+    different = known or different
     half = any(each.half for each in recordings)
     shown = search.gap(different[0])
     return Proof(tuple(different), shown, half, len(search.misfits))
@@ -313,21 +317,21 @@ def possible(case: Case, recording: Recording, closed: Collection[str] = ()) -> 
         "sign": SIGNS,
         "attend_to_self": (True, False),
         "output_column": case.source.choices.get("output_column", ()),
-        "context_keys": (False, True) if len(parts.layers) > 1 else (),
+        # In one layer that runs once only the query's keys count; `_passes` has the other cases.
+        "context_keys": (False, True) if len(parts.layers) > 1 or "passes" in closed else (),
         "layout": LAYOUTS if parts.has("read_in.weight") else (),
         "activation": ACTIVATIONS
         if len(case.source.choices.get("activation", ())) > 1
         or "activation" in case.source.form.assumed
         else (),
         "residual": case.source.choices.get("residual", ()),
-        "passes": (1, 2, 3, 4) if len(parts.layers) <= MOST_LAYERS else (1,),
     }
     groups: Groups = []
     for name, values in plain.items():
         if name in tried and name not in fixed:
             every = dict.fromkeys((tried[name], *values))
             groups.append([{name: value} for value in every])
-    every_group = [*groups, _scores(case, recording), _norms(case), _positions(case)]
+    every_group = [*groups, _passes(case), _scores(case, recording), _norms(case), _positions(case)]
     kept = [[each for each in values if _fits(each, fixed, case)] for values in every_group]
     return [values for values in kept if len(values) > 1]
 
@@ -337,6 +341,18 @@ def _fits(change: Tried, fixed: Mapping[str, object], case: Case) -> bool:
     return all(
         fixed.get(name, value) == value for name, value in change.items() if name in case.tried
     )
+
+
+def _passes(case: Case) -> list[Tried]:
+    """Numbers of runs through the layers; for one layer also which keys a second run reads."""
+    tried, n_layers = case.tried, len(case.parts.layers)
+    if "passes" not in tried or "passes" in case.source.given or n_layers > MOST_LAYERS:
+        return []
+    names = ("passes", "context_keys") if n_layers == 1 else ("passes",)
+    own: Tried = {name: tried[name] for name in names}
+    rows = [(1, False), *product((2, 3, 4), (False, True))]
+    changes = [own, *(dict(zip(names, row, strict=False)) for row in rows)]
+    return [each for i, each in enumerate(changes) if each not in changes[:i]]
 
 
 def _scores(case: Case, recording: Recording) -> list[Tried]:

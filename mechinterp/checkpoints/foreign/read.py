@@ -25,30 +25,26 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
-from mechinterp.checkpoints.foreign.doubts import doubt_of
+from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
+from mechinterp.checkpoints.foreign.layout import Layout
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
+from mechinterp.checkpoints.foreign.parts import Parts, parts_of
 from mechinterp.checkpoints.foreign.proof import Proof, prove
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
+from mechinterp.checkpoints.foreign.refusals import of_file
+from mechinterp.checkpoints.foreign.renaming import mapped, unused_names
 from mechinterp.checkpoints.foreign.score import (
     LazyReadings,
     Reading,
     Tried,
     better_packing,
-    tied,
     try_cases,
 )
-from mechinterp.checkpoints.foreign.tensors import (
-    Layout,
-    Parts,
-    mapped,
-    of_file,
-    parts_of,
-    unused_names,
-)
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
+from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -117,6 +113,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
+    known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
@@ -535,14 +532,17 @@ def _checkpoint(
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
         if open_between := tied(readings):
             assumed["undetermined"] = open_between
+    if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
+        assumed["weights"] = f"the last of {times} that were saved"
     if unused := unused_names(stored.tensors, case.source.hints.map or {}):
         assumed["unused"] = unused
     stated: dict[str, object] = {
         f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried
     }
-    stated |= {n: v for n, v in values if n in case.known}
+    stated |= {n: v for n, v in values if n in case.known & case.stated}
     rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
-    known = {f"model.{name}": case.value_of(name) for name in rest}
+    known = {n: v for n, v in values if n in case.known - case.stated}
+    known |= {f"model.{name}": case.value_of(name) for name in rest}
     if "attn_scale" not in assumed and "model.scale" not in stated:
         known["model.scale"] = case.scale
     return Checkpoint(
@@ -555,7 +555,7 @@ def _checkpoint(
         stated=stated,
         known=known,
         readings=readings,
-        doubting=partial(doubt_of, case),
+        doubting=partial(doubt_of, case, readings),
     )
 
 

@@ -11,6 +11,7 @@ from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
 from mechinterp.icl.predictors import PromptsTask
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
+from mechinterp.memory import prompt_bytes
 from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
 from mechinterp.models.weights import Weights
 
@@ -20,6 +21,11 @@ PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
 LEAST = 8
 """Smallest number of distinct prompts for a standard error or a label, and if any scalar is fitted to them."""
+MOST_NUMBERS = 2**26
+"""Largest count of numbers in the prompts that an analysis draws (512 MB in float64). A model with long prompts needs a
+smaller n_prompts; given prompts have no such limit."""
+LARGEST_ENTRY = 1e15
+"""Largest absolute entry of given prompts, whose squares and their sums must stay finite in float32."""
 UNKNOWN = "unknown"
 """Value of `task` for given prompts of unknown law."""
 
@@ -144,6 +150,8 @@ def evaluation_prompts(
     Args:
         source: A model; or a task, whose prompts are in float64.
         law: Law of drawn prompts; None: the model's own task.
+    Raises:
+        ValueError: As `prompts_and_law`; also if drawn prompts would hold more than MOST_NUMBERS numbers.
     See also:
         `mechinterp.models.run.evaluation.prompts_and_law`, which has the other arguments.
     Example:
@@ -162,9 +170,19 @@ def evaluation_prompts(
         return given
     if n_prompts is not None:
         require_number(n_prompts, fitted, least=least)
-    drawn = _drawn(source, law, n_prompts, seed, context_length, new_tasks=new_tasks)
+    drawn = _drawn(source, law, n_prompts, seed, context_length, new_tasks=new_tasks, bounded=True)
     require_number(len(drawn), fitted, least=least)
     return drawn
+
+
+def _require_moderate(prompts: Prompts) -> None:
+    """Refuse given prompts with an entry that is not a number or beyond LARGEST_ENTRY."""
+    for name in ("x", "y", "x_query", "y_query"):
+        largest = float(getattr(prompts, name).abs().max())
+        if not largest <= LARGEST_ENTRY:
+            raise ValueError(
+                f"prompts.{name} must lie within ±{LARGEST_ENTRY:g}, got {largest:.3g}; scale x or y."
+            )
 
 
 def distinct(prompts: Prompts) -> Prompts:
@@ -202,8 +220,9 @@ def _drawn(
     context_length: int | None,
     *,
     new_tasks: bool,
+    bounded: bool = False,
 ) -> Prompts:
-    """Evaluation prompts, drawn in float64 and brought to the model's dtype."""
+    """Evaluation prompts, drawn in float64 and brought to the model's dtype; bounded: at most MOST_NUMBERS numbers."""
     if isinstance(source, TaskConfig):
         law, dtype, usual = source, torch.float64, N_PROMPTS
     else:
@@ -214,14 +233,42 @@ def _drawn(
                 "prompts must be given for a model that comes without a task, got none."
             )
         dtype, usual = _dtype(predictor), usual_number(predictor)
+    number = usual if n_prompts is None else n_prompts
+    if bounded:
+        require_few_numbers(
+            law, number, law.context_length if context_length is None else context_length
+        )
     return draw_prompts(
         law,
-        usual if n_prompts is None else n_prompts,
+        number,
         seed=seed,
         context_length=context_length,
         dtype=torch.float64,
         new_tasks=new_tasks,
     ).to(dtype)
+
+
+def most_prompts(task: TaskConfig, context_length: int) -> int:
+    """Largest number of prompts of this length that an analysis draws.
+
+    Example:
+        >>> most_prompts(TaskConfig(), 40), most_prompts(TaskConfig(), 100_000)
+        (267365, 111)
+    """
+    return MOST_NUMBERS // prompt_bytes(task, context_length=context_length, width=1)
+
+
+def require_few_numbers(task: TaskConfig, n_prompts: int, context_length: int) -> None:
+    """Refuse prompts of an analysis that hold more than MOST_NUMBERS numbers, before they are drawn.
+
+    Raises:
+        ValueError: With the largest number of prompts of this length.
+    """
+    if n_prompts > (most := most_prompts(task, context_length)):
+        raise ValueError(
+            f"n_prompts (--n-prompts) must be <= {most} for prompts of {context_length} pairs with d_x = {task.d_x} "
+            f"(at most {MOST_NUMBERS} numbers are drawn), got {n_prompts}; shorter prompts: --context-length."
+        )
 
 
 def law_in_force(
@@ -297,13 +344,15 @@ def require_prompts(prompts: object, analysis: str = "", *, name: str = "prompts
         analysis: Name of the analysis, which the message begins with.
         name: Name of the argument.
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it is something else, or an entry is beyond LARGEST_ENTRY.
     Example:
         >>> require_prompts(64, "probe")
         Traceback (most recent call last):
         ...
         ValueError: probe: prompts must be Prompts, got the number 64; a number of prompts is n_prompts=.
     """
+    if isinstance(prompts, Prompts):
+        _require_moderate(prompts)
     if prompts is None or isinstance(prompts, Prompts):
         return
     what, instead = _described(prompts)

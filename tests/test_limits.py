@@ -1,0 +1,103 @@
+"""Limits of analyses: long prompts are refused before they are drawn, and prompts of extreme numbers end in one line."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mechinterp import classify, name_algorithm, response, sample_prompts
+from mechinterp.analysis.labels import ALGORITHMS_RANGE, PATTERNS_RANGE
+from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.registry import ANALYSES, run_analysis
+from mechinterp.checkpoints.checkpoint import save
+from mechinterp.checkpoints.load import load
+from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
+from mechinterp.memory import peak_memory
+from mechinterp.models.constructions.descent import gradient_descent_model
+from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.run.evaluation import MOST_NUMBERS, evaluation_prompts, most_prompts
+from mechinterp.training.one_layer.step import initial_weights
+from tests.conftest import Run, refused
+
+STEP = debiased_gradient_step(0.88, 0.02, d_x=5)
+LONG = TaskConfig(context_length=100_000)
+DRAWN = [name for name, each in ANALYSES.items() if each.draws_prompts]
+
+
+def test_long_prompts_are_refused_with_the_number_that_fits():
+    most = most_prompts(LONG, 100_000)
+    # x, y and the task vector of a prompt.
+    assert most == MOST_NUMBERS // (100_001 * 6 + 5) == 111
+    with refused("n_prompts", "<= 111", "100000 pairs", "got 112"):
+        evaluation_prompts(LONG, n_prompts=112)
+    assert len(sample_prompts(replace(LONG, context_length=3), 4)) == 4
+
+
+@pytest.mark.parametrize("name", ["classify", "response", "ablate", "compare-learners"])
+def test_an_analysis_of_long_prompts_costs_no_memory(tmp_path, name: str):
+    config = ExperimentConfig(task=LONG, model=ModelConfig(n_heads=2))
+    save(tmp_path / "long", config, initial_weights(config), step=0)
+    before = peak_memory()
+    with refused("n_prompts", "<= 111"):
+        run_analysis(name, load(tmp_path / "long"))
+    assert peak_memory() - before < 2**28  # the prompts of classify alone are 2.5 GB
+
+
+def test_an_algorithm_of_long_prompts_is_refused_before_other_lengths_are_drawn():
+    model = gradient_descent_model([0.5, 0.3], d_x=5)
+    with refused("n_prompts", "<= 111"):
+        name_algorithm(model, task=LONG)
+
+
+def test_a_command_refuses_long_prompts(run: Run, tmp_path):
+    config = ExperimentConfig(task=LONG, model=ModelConfig(n_heads=2))
+    save(tmp_path / "long", config, initial_weights(config), step=0)
+    run("classify", tmp_path / "long").assert_refused(tmp_path / "long", "--n-prompts", "<= 111")
+
+
+def test_x_of_zeros_has_a_label_and_no_response():
+    """All kernel smoothers are then the mean of y."""
+    model = load("softmax-h1-s0")
+    drawn = sample_prompts(model, 64)
+    zero = replace(drawn, x=torch.zeros_like(drawn.x))
+    answer = classify(model, zero)
+    assert answer.near.learners[0] == "kernel_head"
+    own, mean = model.predictor.predict(zero).double(), drawn.y.mean(1).double()
+    unexplained = own - mean * (own * mean).sum() / mean.square().sum()
+    expected = 1 - (unexplained.square().sum() / own.square().sum()).item()
+    assert answer.near.r2[0] == pytest.approx(expected, abs=1e-6)
+    assert "kernel" in repr(answer)
+    with refused("x other than 0"):
+        response(model, zero)
+
+
+@pytest.mark.parametrize("name", ["classify", "response", "compare-learners", "ablate"])
+@pytest.mark.parametrize("size", [1e100, float("inf")])
+def test_given_prompts_beyond_all_bounds_are_refused(name: str, size: float):
+    drawn = sample_prompts(STEP, 64)
+    with refused("prompts.y", "1e+15", f"{size * drawn.y.abs().max().item():.3g}"):
+        ANALYSES[name].function(STEP, replace(drawn, y=size * drawn.y))
+
+
+def test_a_number_of_infinite_error_is_not_defined():
+    assert with_error(0.5, float("inf")) == "not defined"
+
+
+@pytest.mark.parametrize(
+    "task", [{"context_length": 2}, {"d_x": 50}, {"noise_var": 1e8}, {"context_length": 1000}]
+)
+def test_calibrations_are_said_of_tasks_in_their_range_alone(task: dict):
+    assert PATTERNS_RANGE.holds(TaskConfig())
+    assert ALGORITHMS_RANGE.holds(TaskConfig(context_length=20))
+    outside = replace(TaskConfig(), **task)
+    assert not PATTERNS_RANGE.holds(outside)
+    assert not ALGORITHMS_RANGE.holds(outside)
+
+
+@pytest.mark.slow
+def test_the_verdict_outside_the_calibrated_range_leaves_the_calibration_out():
+    inside = classify(STEP, task=TaskConfig(), n_prompts=64)
+    outside = classify(STEP, task=TaskConfig(context_length=1000), n_prompts=64)
+    assert inside.label == outside.label == "debiased_gd"
+    assert (inside.calibrated, outside.calibrated) == (True, False)
+    assert len(outside.verdict.sure) < len(inside.verdict.sure)
