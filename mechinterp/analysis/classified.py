@@ -186,9 +186,9 @@ class Classified(Result):
         raise NotImplementedError
 
     @property
-    def of_a_row(self) -> dict[str, object]:
-        """Columns about the heads in a table of many models."""
-        return {}
+    def row(self) -> dict[str, object]:
+        """Row of this model in a table of many models."""
+        return {"pattern": self.label}
 
     def head_lines(self, rows: int) -> list[str]:
         """One line per head, at most `rows`, in the columns of `heads_title`."""

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.refusals import require_numbers
 from mechinterp.checkpoints.foreign.score import Reading
-from mechinterp.checkpoints.foreign.tensors import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.locks import claimed

@@ -14,7 +14,7 @@ from torch import nn
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign import doubts
-from mechinterp.checkpoints.foreign.names import copies_in
+from mechinterp.checkpoints.foreign.copies import copies_in
 from mechinterp.checkpoints.foreign.read import settings_of, settled
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load

@@ -76,21 +76,28 @@ class PriorComparison(Result):
     """
 
     COLUMNS: ClassVar = {
+        "carried_by_few": "True if the worst 1% of the prompts make up more than half of the model's overall.risk.",
         "tasks": "Tasks of the prompts: those of the pool, or new ones.",
         "context_length": "Number of pairs before the query.",
-        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x, unit y^2.",
-        "distance_ridge": "Mean of |f - ridge|^2 / d_x, unit y^2.",
+        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x.",
+        "distance_ridge": "Mean of |f - ridge|^2 / d_x.",
         "relative": "distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge.",
         "weight_dmmse": "Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares.",
         "unexplained": "Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and ridge.",
-        "risk": "Excess risk of the model, unit y^2; the loss adds the variance of the noise.",
-        "risk_dmmse": "Excess risk of dMMSE, unit y^2.",
-        "risk_ridge": "Excess risk of ridge, unit y^2.",
+        "risk": "Excess risk of the model; the loss adds the variance of the noise.",
+        "risk_dmmse": "Excess risk of dMMSE.",
+        "risk_ridge": "Excess risk of ridge.",
         "prompts": "Prompts of the means: trimmed (without the worst 0.1%) or all.",
         **{
-            f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
+            f"median_risk_{name}": f"Median over prompts of the squared error of {name}."
             for name in PREDICTORS
         },
+    }
+    UNITS: ClassVar = {
+        "y²": (
+            *("distance_dmmse", "distance_ridge", "risk", "risk_dmmse", "risk_ridge"),
+            *(f"median_risk_{name}" for name in PREDICTORS),
+        )
     }
     n_tasks: int
     """Size of the pool."""
@@ -105,7 +112,6 @@ class PriorComparison(Result):
     median_risk: Float[np.ndarray, "kind predictor"]
     """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
     carried_by_few: Bool[np.ndarray, " kind"]
-    """True if the worst 1% of the prompts make up more than half of the model's `overall.risk`."""
     strategy: str
     """"memorises", "generalises", "neither" or "undetermined", by `trimmed`.
 

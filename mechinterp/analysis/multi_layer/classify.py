@@ -61,9 +61,10 @@ class LayeredClassification(Classified):
     COLUMNS: ClassVar = HEADS | {
         "label": "Name of the head: its layer and its number, as in L0H0.",
         "importance": "Share of the head in the rises of its layer, negative rises counted as 0.",
-        "rise": "Excess risk with the head masked minus that of the full model, unit y^2.",
+        "rise": "Excess risk with the head masked minus that of the full model.",
         "rise_sem": "Standard error of rise, paired over prompts.",
     }
+    UNITS: ClassVar = {"y²": ("rise",)}
 
     @property
     def verdict(self) -> Verdict:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.folded import is_products, of_products
+from mechinterp.checkpoints.foreign.kinds import WORD_MODEL, require_known_kind
+from mechinterp.checkpoints.foreign.layout import Layout, layout_of
 from mechinterp.checkpoints.foreign.names import (
     ATTENTION,
     Tensors,
@@ -20,15 +22,8 @@ from mechinterp.checkpoints.foreign.names import (
     shown,
 )
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.tensors import (
-    WORD_MODEL,
-    Layout,
-    TensorError,
-    layout_of,
-    require_known_kind,
-    require_numbers,
-    unstacked,
-)
+from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
+from mechinterp.checkpoints.foreign.stacks import unstacked
 from mechinterp.config.model import NAMES
 
 PREFIX = "blocks.0.attn."

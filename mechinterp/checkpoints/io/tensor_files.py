@@ -21,7 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import MOST_SHOWN, chosen_names, piece_of, shown
+from mechinterp.checkpoints.foreign.copies import MOST_SHOWN, chosen_names
+from mechinterp.checkpoints.foreign.names import piece_of, shown
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.unpickler import (
