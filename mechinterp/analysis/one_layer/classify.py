@@ -61,10 +61,14 @@ from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 
-N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
-READ_PROMPTS, CHUNK = 1024, 64
-"""Number of prompts for a linear read-out of attention, and how many run at once (patterns of all prompts at once are
-gigabytes)."""
+N_PROMPTS = 512
+"""Default number of prompts for one layer of attention."""
+N_LAYERED_PROMPTS = 256
+"""Default number of prompts for all other models."""
+READ_PROMPTS = 1024
+"""Number of prompts for a linear read-out of attention."""
+CHUNK = 64
+"""Number of them that run at once: patterns of all at once are gigabytes."""
 
 
 def classify(
