@@ -34,6 +34,7 @@ STACKS = {
     "grouped": lambda: Stack(*(strange.Grouped() for _ in TWO), norm=True),
     "grouped, fused": lambda: Stack(*(strange.Grouped("is_causal") for _ in TWO)),
     "fused, masks": lambda: Stack(strange.Grouped("boolean"), strange.Grouped("additive")),
+    "context keys": lambda: Stack(*(strange.ContextKeys() for _ in TWO), norm=True),
     "linear": lambda: Stack(*(strange.LinearAttention() for _ in TWO), norm=True),
     "strict linear": lambda: Stack(strange.LinearAttention(strict=True)),
     "torch": lambda: Stack(*(strange.Torchs() for _ in TWO)),
@@ -140,7 +141,7 @@ def test_queries_keys_values_and_scores_are_the_products_of_the_weights(kind, pr
             assert (hooked.predict(prompts) - full).abs().max() > 1e-4, point
 
 
-@pytest.mark.parametrize("kind", ["grouped", "grouped, fused"])
+@pytest.mark.parametrize("kind", ["grouped", "grouped, fused", "context keys"])
 @pytest.mark.parametrize("point", ["hook_k", "hook_v"])
 def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, point, prompts):
     (stack, hooked), head = hooked_stack(kind), 1
@@ -159,7 +160,7 @@ def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, poin
     if point == "hook_v":
         written[head] = 0.5 * written[head]
     else:
-        half = strange.Grouped().double()
+        half = type(block.attention)().double()
         half.load_state_dict(block.attention.state_dict())
         half.q_proj.weight.data *= 0.5  # half the key is half the query
         written[head] = half.written(read, head)

@@ -18,7 +18,7 @@ from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.evaluation import LEAST, prompts_and_law
 from mechinterp.models.run.predictor import Source, predictor_of
 
 ENTROPY_PROMPTS = 512
@@ -48,11 +48,11 @@ class AttentionPatterns(Result):
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
     entropy: Float[np.ndarray, "layer head_of_layer"]
-    """Mean over the first `ENTROPY_PROMPTS` prompts of -Σ p log p over the keys, in nats: log of the
+    """Mean over the first `ENTROPY_PROMPTS` distinct prompts of -Σ p log p over the keys, in nats: log of the
     number of keys for equal weights, 0 if one key has all the weight. NaN for weights that are no
     distribution."""
     entropy_sem: Float[np.ndarray, "layer head_of_layer"]
-    """Standard error of `entropy` over prompts."""
+    """Standard error of `entropy` over prompts; NaN for fewer than 8 distinct ones."""
     COLUMNS: ClassVar = HEADS | {
         "similarity": "Scalar product of the key's x and the query's x. A key that holds a y has the x of its pair.",
         "y": "Response y of each key; a key that holds an x has the y of its pair. 0 for the query.",
@@ -60,7 +60,7 @@ class AttentionPatterns(Result):
         "key": "Number of the token, from 0.",
         "attention": "Attention weight of the query on the token.",
         "entropy": "Mean over prompts of the entropy of the head's weights, -Σ p log p, in nats; NaN for weights that are no distribution.",
-        "entropy_sem": "Standard error of entropy over prompts.",
+        "entropy_sem": "Standard error of entropy over prompts; empty for fewer than 8 distinct ones.",
     }
     UNITS: ClassVar = {"x²": ("similarity",)}
 
@@ -225,7 +225,7 @@ def attention_patterns(
 
     If there are more than `shown` prompts, those at even quantiles of (ŷ − x·β)² are shown, from
     the smallest error to the largest. Otherwise all prompts are shown in their own order. Entropies
-    are means over at most 512 prompts.
+    are means over at most 512 distinct prompts.
 
     Args:
         prompts: Prompts to choose from; None draws `n_prompts` with `seed`.
@@ -261,7 +261,8 @@ def attention_patterns(
     n_drawn = len(prompts)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
-    entropy, entropy_sem = entropies(predictor.query_patterns(prompts[:ENTROPY_PROMPTS]).double())
+    distinct = prompts.distinct()[:ENTROPY_PROMPTS]
+    entropy, entropy_sem = entropies(predictor.query_patterns(distinct).double())
     if n_drawn > shown:
         error = (prediction - prompts.y_query_clean).square().mean(1)
         even = torch.linspace(0, n_drawn - 1, shown, dtype=torch.float64, device="cpu")
@@ -305,13 +306,13 @@ def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt
 def entropies(
     patterns: Float[Tensor, "layer prompt head key"],
 ) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
-    """Mean entropy of each head's weights over prompts, in nats, and its standard error (NaN for a
-    single prompt); NaN if a weight is negative or they do not sum to 1."""
+    """Mean entropy of each head's weights over distinct prompts, in nats, and its standard error (NaN for fewer than 8);
+    NaN if a weight is negative or they do not sum to 1."""
     least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
     if not (least >= 0 and furthest <= ROUNDING):
         return (np.full((patterns.shape[0], patterns.shape[2]), np.nan),) * 2
     entropy = -torch.xlogy(patterns, patterns).sum(-1)
     by_prompt = entropy.transpose(0, 1).numpy(force=True)
-    if len(by_prompt) == 1:
-        return by_prompt[0], np.full_like(by_prompt[0], np.nan)
+    if len(by_prompt) < LEAST:
+        return by_prompt.mean(0), np.full_like(by_prompt[0], np.nan)
     return mean_and_sem(by_prompt)
