@@ -22,7 +22,7 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
-from mechinterp.models.run.evaluation import UNKNOWN, usual_number
+from mechinterp.models.run.evaluation import UNKNOWN, sample_prompts, usual_number
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
@@ -72,9 +72,17 @@ def weights_by_name(source: Model) -> bool:
 
 
 def patterns(source: Model) -> bool:
-    """True if the attention weights can be read."""
+    """True if the attention weights can be read: from a hook, or as the layers are linear in their values."""
     predictor = predictor_of(source)
-    return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
+    if own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict:
+        return True
+    if predictor.task is None:
+        return False
+    try:
+        predictor.query_patterns(sample_prompts(predictor, 2))
+    except ValueError:
+        return False
+    return True
 
 
 def edges_to_patch(source: Model) -> bool:
