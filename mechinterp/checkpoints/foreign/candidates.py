@@ -16,7 +16,7 @@ from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parts import Parts
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.config.model import LAYOUTS, NORMS
+from mechinterp.config.model import LAYOUTS, MLP_NORM, NORMS
 from mechinterp.fields import build, flatten
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -148,12 +148,13 @@ def _of_layers(
 ) -> dict[str, tuple[object, ...]]:
     normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
     read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
+    of_mlps = mlps and parts.has("norm2.weight")
     plain, final = not (normed or mlps), parts.has("final_norm.weight")
     bent = mlps and any(bool(layer["mlp_in.weight"].any()) for layer in parts.layers)
     several = len(parts.layers) > 1 or given.get("passes", 1) != 1
     open_positions = read_in and not plain and not parts.has("positions.weight")
     return {
-        "norm": ("before", "after") if normed else (None,),
+        "norm": ("before", "after") if normed else (MLP_NORM if of_mlps else None,),
         "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),

@@ -80,7 +80,7 @@ class Parts:
     def normed(self, chosen: Mapping[str, object]) -> "Parts":
         """The parts, with norms of factor 1 added if the reading has norms without weights in the
         file."""
-        if chosen.get("norm") is None or self.has("norm1.weight"):
+        if chosen.get("norm") is None or self.has("norm1.weight") or self.has("norm2.weight"):
             return self
         ones = self.layers[0]["query.weight"].new_ones(self.width)
         unit = {"weight": ones, "bias": 0 * ones}
