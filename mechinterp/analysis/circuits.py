@@ -40,43 +40,47 @@ class Circuits(Result):
     Otherwise they are of the weights alone, and numbers about x and y are NaN.
     """
 
-    COLUMNS: ClassVar = HEADS
+    COLUMNS: ClassVar = HEADS | {
+        "ov_read": "Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read out directly.",
+        "omega": "Diagonal of QK's x block.",
+        "omega_mean": "Mean of omega over coordinates.",
+        "mu": "Diagonal of OV's y block.",
+        "qk_diagonal": "Norm of the diagonal of the QK x block over the norm of the block; 1 for a diagonal block.",
+        "qk_off_diagonal": "Largest |entry| of the QK x block off the diagonal.",
+        "qk_y_leak": "Largest |entry| between the query's x and a key's y (last row of KQ in the papers).",
+        "qk_norm": "Frobenius norm of the head's QK, scale included.",
+        "qk_rank": "Effective number of directions that a head compares: participation ratio of QK's singular values squared.",
+        "ov_last_entry": "Norm of mu over the norm of the OV circuit; 1 if only y is read.",
+        "ov_x_leak": "Largest |entry| of OV that reads from x.",
+        "ov_norm": "Frobenius norm of the head's OV.",
+        "ov_rank": "Effective number of directions that a head writes: participation ratio of OV's singular values squared.",
+        "gate": "Factor that is left of a recurrent head's state after each token; NaN if it differs from token to token or the head has none.",
+        "beta": "Strength with which a recurrent head writes a token; NaN if it differs from token to token or the head has none.",
+    }
+    UNITS: ClassVar = {
+        "1/x²": ("omega", "omega_mean", "qk_off_diagonal"),
+        "1/(x y)": ("qk_y_leak",),
+        "y/x": ("ov_x_leak",),
+    }
     QK: Float[np.ndarray, "layer head query key"]
     """scale * W_in W_Q W_K^T W_in^T, or without W_in if circuits are of the weights alone. In the first layer, rows of
     the query's y slot have no effect: the slot is 0."""
     OV: Float[np.ndarray, "layer head token out"]
     """W_in W_V W_O W_U, [token coordinate, response], or W_V W_O, [stream, stream]."""
     omega: Float[np.ndarray, "layer head d_x"]
-    """Diagonal of QK's x block, unit 1/x^2."""
     mu: Float[np.ndarray, "layer head d_y"]
-    """Diagonal of OV's y block."""
     qk_diagonal: Float[np.ndarray, "layer head"]
-    """Norm of the diagonal of the QK x block over the norm of the block; 1 for a diagonal block."""
     qk_off_diagonal: Float[np.ndarray, "layer head"]
-    """Largest |entry| of the QK x block off the diagonal, unit 1/x^2."""
     qk_y_leak: Float[np.ndarray, "layer head"]
-    """Largest |entry| between the query's x and a key's y (last row of KQ in the papers), unit 1/(x
-    y)."""
     qk_norm: Float[np.ndarray, "layer head"]
-    """Frobenius norm of the head's QK, scale included."""
     qk_rank: Float[np.ndarray, "layer head"]
-    """Effective number of directions that a head compares: participation ratio of QK's singular values squared."""
     ov_last_entry: Float[np.ndarray, "layer head"]
-    """Norm of mu over the norm of the OV circuit; 1 if only y is read."""
     ov_x_leak: Float[np.ndarray, "layer head"]
-    """Largest |entry| of OV that reads from x, unit y/x."""
     ov_norm: Float[np.ndarray, "layer head"]
-    """Frobenius norm of the head's OV."""
     ov_rank: Float[np.ndarray, "layer head"]
-    """Effective number of directions that a head writes: participation ratio of OV's singular values squared."""
     ov_read: Float[np.ndarray, "layer head"]
-    """Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read
-    out directly."""
     gate: Float[np.ndarray, "layer head"]
-    """Factor that is left of a recurrent head's state after each token; NaN if it differs from token to token or the
-    head has none."""
     beta: Float[np.ndarray, "layer head"]
-    """Strength with which a recurrent head writes a token; NaN if it differs from token to token or the head has none."""
     of_weights_alone: str
     """Reason why the circuits are of the weights alone, in coordinates of the stream; empty for
     token coordinates."""

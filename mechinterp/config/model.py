@@ -13,7 +13,10 @@ from mechinterp.fields import LARGEST, MAX_SIZE, Rules, set_checked
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
 """Scores of context-only models; `SCORES` are those of all others."""
-LINEAR = ("linear", "linear/L")
+OVER_PAIRS = "linear/pairs"
+"""Score of linear attention over the number of pairs L, whatever the number of keys: code of others also reads the query's
+token and still divides by L. A query that reads the context alone has L keys, so that this score is "linear/L"."""
+LINEAR = ("linear", "linear/L", OVER_PAIRS)
 """Scores of linear attention."""
 RECURRENT = ("gated", "delta", "gated_delta", "mesa")
 """Rules of recurrent layers, whose heads write the pairs into a state one after the other."""
@@ -24,6 +27,8 @@ WRITING = ("delta", "gated_delta", "mesa")
 GATES = ("constant", "token")
 GATE_START = 0.95
 NORMS = ("before", "after")
+MLP_NORM = "before_mlp"
+"""Place of a norm that MLPs alone read through."""
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
 LAYOUTS = ("pairs", "in_turn")
 
@@ -45,8 +50,8 @@ class ModelConfig:
     """Width of a head; None means d_model, or d_model / n_heads in context-only models."""
     score: str = "softmax"
     """Score function: attention weights are f(s_i) / sum_j f(s_j) with f = exp for "softmax" and f
-    as named otherwise. Linear attention has the weights C s_i ("linear") or C s_i / number of keys
-    ("linear/L"). "gated", "delta", "gated_delta" and "mesa" are recurrent layers, whose heads write
+    as named otherwise. Linear attention has the weights C s_i ("linear"), C s_i / number of keys
+    ("linear/L") or, for keys other than the pairs, C s_i / number of pairs ("linear/pairs"). "gated", "delta", "gated_delta" and "mesa" are recurrent layers, whose heads write
     the tokens into a state one after the other (`mechinterp.models.recurrence`)."""
     score_slope: float = 1.0
     """The constant C of "1+Cx", "(1+Cx)^2" and linear attention."""
@@ -63,8 +68,8 @@ class ModelConfig:
     """Width of the residual stream, with a read-in W_in and a read-out W_U. None: the tokens (x, y)
     are the stream, of width d_x + d_y, and its y entries are the prediction."""
     norm: str | None = None
-    """Place of the layer norms: "before" attention and MLP, or "after" their outputs are added;
-    None means no norm."""
+    """Place of the layer norms: "before" attention and MLP, "before_mlp" alone, or "after" their
+    outputs are added; None means no norm."""
     final_norm: bool = False
     """True: a layer norm stands before the read-out."""
     norm_eps: float = 1e-5
@@ -110,8 +115,11 @@ class ModelConfig:
         slope = f"must lie within ±{LARGEST:g}"
         rules.require("score_slope", abs(self.score_slope) <= LARGEST, slope)
         scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        # Attention to the pairs alone has this score as "linear/L".
+        other_keys = self.attend_to_self or (self.n_layers > 1 and not self.context_only)
+        scores += (OVER_PAIRS,) if other_keys and self.layout == "pairs" else ()
         rules.one_of("score", (*scores, *RECURRENT))
-        rules.one_of("norm", (*NORMS, None))
+        rules.one_of("norm", (*NORMS, None) if self.d_mlp is None else (*NORMS, MLP_NORM, None))
         rules.one_of("activation", ACTIVATIONS)
         rules.one_of("layout", LAYOUTS)
         wide = self.d_model is not None
@@ -316,6 +324,7 @@ def _layer_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tupl
             shapes |= {"mlp.b_in": (model.d_mlp,), "mlp.b_out": (width,)}
     if model.norm is not None:
         norms = ("ln1",) if model.d_mlp is None else ("ln1", "ln2")
+        norms = ("ln2",) if model.norm == MLP_NORM else norms
         shapes |= {f"{norm}.{name}": (width,) for norm in norms for name in ("w", "b")}
     return shapes
 

@@ -16,7 +16,7 @@ from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parts import Parts
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.config.model import LAYOUTS, NORMS
+from mechinterp.config.model import LAYOUTS, MLP_NORM, NORMS
 from mechinterp.fields import build, flatten
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -148,12 +148,13 @@ def _of_layers(
 ) -> dict[str, tuple[object, ...]]:
     normed, mlps = parts.has("ln1.w"), parts.has("mlp.W_in")
     read_in, bare = parts.has("W_in"), not parts.has("unembed.W_U")
+    of_mlps = mlps and parts.has("ln2.w")
     plain, final = not (normed or mlps), parts.has("ln_final.w")
     bent = mlps and any(bool(layer["mlp.W_in"].any()) for layer in parts.layers)
     several = len(parts.layers) > 1 or given.get("passes", 1) != 1
     open_positions = read_in and not plain and not parts.has("pos_embed.W_pos")
     return {
-        "norm": ("before", "after") if normed else (None,),
+        "norm": ("before", "after") if normed else (MLP_NORM if of_mlps else None,),
         "activation": ("relu", "gelu") if bent or parts.has("W_read") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),

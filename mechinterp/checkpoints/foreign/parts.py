@@ -90,7 +90,7 @@ class Parts:
     def normed(self, chosen: Mapping[str, object]) -> "Parts":
         """The parts, with norms of factor 1 added if the reading has norms without weights in the
         file."""
-        if chosen.get("norm") is None or self.has("ln1.w"):
+        if chosen.get("norm") is None or self.has("ln1.w") or self.has("ln2.w"):
             return self
         ones = self.layers[0]["attn.W_Q"].new_ones(self.width)
         unit = {"w": ones, "b": 0 * ones}

@@ -6,7 +6,7 @@ user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -251,7 +251,14 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         return _read(run, replace(hints, task=_stated_task(last.settings, hints)), recordings)
 
 
-def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints) -> Checkpoint:
+def read_proven(
+    tensors: Tensors,
+    recordings: Sequence[Recording],
+    hints: Hints,
+    *,
+    shown: Sequence[Tried] = (),
+    most: int | None = None,
+) -> Checkpoint:
     """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
 
     The state dict is copied, so that later edits of it do not count.
@@ -259,6 +266,8 @@ def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints)
     Args:
         recordings: As `recording_of` makes them.
         hints: What is known besides, such as the number of heads and the task.
+        shown: Settings that the running module shows; several if it leaves open which of them holds.
+        most: Largest number of readings to try; None: no limit.
     Raises:
         NotUnderstoodError: If no reading gives the predictions.
         ValueError: If the tensors fit no format, or the predictions another task.
@@ -277,7 +286,8 @@ def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints)
     """
     copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     stored = Stored(Path("state dict"), copied, {})
-    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings)
+    proving = partial(prove, recordings=recordings, shown=shown, most=most)
+    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings, proving)
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
@@ -292,7 +302,12 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
     return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
-def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] = ()) -> Checkpoint:
+def _read(
+    run: Sequence[Stored],
+    hints: Hints,
+    recordings: Sequence[Recording] = (),
+    proving: Callable[..., Proof] | None = None,
+) -> Checkpoint:
     last, length = run[-1], None
     if recordings:
         hints, length = _sizes_of_recordings(recordings, hints), recordings[0].length
@@ -335,7 +350,8 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
         raise faults[0]
     if recordings:
         every = [case for some in by_packing.values() for case in some]
-        return _proven(last, prove(every, recordings, last.file))
+        proving = proving or partial(prove, recordings=recordings)
+        return _proven(last, proving(every, file=last.file))
     cases = better_packing(list(by_packing.values()))
     readings: Sequence[Reading]
     names: list[str]

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from mechinterp.config.model import MLP_NORM
 from mechinterp.models.hooked.attention import Attention, MergedAttention
 from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.hooked.recurrent import RecurrentAttention
@@ -64,7 +65,7 @@ class Block(nn.Module):
         self.hook_attn_in = self.attn.hook_attn_in
         self.hook_q_input, self.hook_k_input = self.attn.hook_q_input, self.attn.hook_k_input
         self.hook_v_input = self.attn.hook_v_input
-        if cfg.model.norm is not None:
+        if cfg.model.norm not in (None, MLP_NORM):
             self.ln1 = LayerNorm(cfg)
         if cfg.d_mlp is not None:
             self.mlp = MLP(cfg, cfg.d_mlp)
@@ -106,7 +107,8 @@ class Block(nn.Module):
     def _mlp(self, mlp_in: Tensor) -> Tensor:
         if self.cfg.d_mlp is None:
             return 0.0 * mlp_in
-        return self.mlp(self.ln2(mlp_in) if self.cfg.model.norm == "before" else mlp_in)
+        normed = self.cfg.model.norm in ("before", MLP_NORM)
+        return self.mlp(self.ln2(mlp_in) if normed else mlp_in)
 
 
 def _attention(cfg: HookedConfig) -> Attention:

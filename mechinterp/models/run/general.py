@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
-from mechinterp.config.model import LINEAR
+from mechinterp.config.model import LINEAR, MLP_NORM, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
@@ -53,9 +53,10 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Que
     """Weighted average of the values for each head and row."""
     if model.score in LINEAR and model.context_only:
         # q (k^T v): no attention weights are needed.
-        keys = slice(0, None if model.attend_to_self else -1)
+        keys, n_pairs = slice(0, None if model.attend_to_self else -1), k.shape[1] - 1
         k, v = k[:, keys], v[:, keys]
-        factor = model.score_slope / (max(k.shape[1], 1) if model.score == "linear/L" else 1)
+        number = {"linear": 1, "linear/L": k.shape[1], OVER_PAIRS: n_pairs}[model.score]
+        factor = model.score_slope / max(number, 1)
         return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
     pattern = pattern_of(q, k, model, rows)
     return einsum(pattern, v, AVERAGE)
@@ -316,7 +317,7 @@ class _Layer:
         W_in, W_out = self.named("mlp.W_in"), self.named("mlp.W_out")
         if W_in is None or W_out is None:
             return stream
-        read = self._normed("ln2", stream) if model.norm == "before" else stream
+        read = self._normed("ln2", stream) if model.norm in ("before", MLP_NORM) else stream
         hidden = ACTIVATIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
         stream = stream + affine(hidden, W_out, self.named("mlp.b_out"))
         return self._normed("ln2", stream) if model.norm == "after" else stream
