@@ -260,17 +260,26 @@ class Bare(nn.Module):
         return self.o(torch.sigmoid(self.q(x) @ self.k(x).mT) @ self.v(x))
 
 
-def test_what_has_no_softmax_or_more_keys_than_there_are_shows_no_pattern(prompts):
-    hooked = hook_module(random(Stack(strange.WithSink())), task=TASK)
+def test_what_has_no_softmax_or_more_keys_than_there_are_has_an_exact_pattern_and_no_hook_on_it(
+    prompts,
+):
+    sink = random(Stack(strange.WithSink()))
+    hooked = hook_module(sink, task=TASK)
     assert "over 8 keys" in hooked.model.unfollowed[0]
     assert ablate(hooked, prompts, what="heads").rise.shape == (1, HEADS)
     bare = hook_module(Bare().double(), heads=2, task=TASK)
     # One layer without a module of its own is the module.
     assert predictor_of(bare).streams(prompts).shape == (2, len(prompts), 1, 4)
     assert not any(f"blocks.0.attn.{point}" in bare.model.hook_dict for point in POINTS)
-    for each, words in ((hooked, "hook_pattern"), (bare, "it has no softmax")):
-        with pytest.raises(ValueError, match=words):
-            attention_patterns(each, prompts)
+    own = bare.model.module
+    weights = torch.sigmoid(own.q(prompts.tokens) @ own.k(prompts.tokens).mT)[:, -1]
+    found = attention_patterns(bare, prompts, shown=len(prompts)).pattern
+    for head in range(2):
+        np.testing.assert_allclose(found[:, head], weights.numpy(force=True), rtol=1e-10)
+    # The sink, one more key without a value, takes the rest.
+    sums = attention_patterns(hooked, prompts).pattern.sum(2)
+    assert (sums > 0).all()
+    assert (sums < 1).all()
 
 
 class AllParameters(strange.Parameters):

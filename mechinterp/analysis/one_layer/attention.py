@@ -100,9 +100,7 @@ class AttentionPatterns(Result):
         if n_heads > MOST_NAMED:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
             listed = f"{of_each[best]}, the strongest of {n_heads} heads"
-        signed = (
-            " Weights are products without a softmax: they do not sum to 1, and some are negative."
-        )
+        signed = " Weights come from no softmax: they do not sum to 1, and some are negative."
         return [
             f"Attention on {chosen}.{signed if self.pattern.min() < 0 else ''}",
             f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
@@ -227,14 +225,17 @@ def attention_patterns(
     the smallest error to the largest. Otherwise all prompts are shown in their own order. Entropies
     are means over at most 512 distinct prompts.
 
+    A recurrent layer, or a module whose softmax is not found, has the exact pattern A of its outputs
+    z = A v, read with values that are 1 at one token and 0 at all others (`exact_attention`).
+
     Args:
         prompts: Prompts to choose from; None draws `n_prompts` with `seed`.
         task: Law of the prompts that are drawn; None: the model's own.
         n_prompts: None means 4096, or 512 for models with norms or MLPs.
         shown: Largest number of prompts in the result.
     Raises:
-        ValueError: If `shown` is below 1, the model has no hooks on its patterns, or it has neither
-            one nor two positions per pair.
+        ValueError: If `shown` is below 1, a layer has no hook on its pattern and is not linear in its
+            values, or the model has neither one nor two positions per pair.
     Source:
         A choice made here: which prompts are shown.
     See also:
