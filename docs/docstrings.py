@@ -2,12 +2,14 @@
 
 import re
 from inspect import formatannotation, signature
+from pydoc import locate
 from textwrap import indent
 
 import griffe
 
 import mechinterp
 from mechinterp.analysis.registry import ANALYSES
+from mechinterp.analysis.result import known
 
 FUNCTIONS = [
     *(getattr(mechinterp, name) for name in mechinterp._HOMES),
@@ -63,23 +65,31 @@ def show_options(function: griffe.Function) -> None:
     function.parameters = griffe.Parameters(function.parameters["path"], *options)
 
 
+def field_text(member: griffe.Attribute, meaning: str, unit: str) -> str:
+    """Docstring of a field on one line; of a field that is a column of a table, its meaning and unit."""
+    if member.docstring:
+        return " ".join(member.docstring.value.split())
+    return f"{meaning.removesuffix('.')}, unit {unit}." if unit else meaning
+
+
 class Docstrings(griffe.Extension):
     """Separates sections, shows "Example:" as code, keeps inner products, lists the fields of a class, and links names."""
 
     def on_class(self, *, cls: griffe.Class, **kwargs: object) -> None:
+        columns = known(locate(cls.path)) if "COLUMNS" in cls.members else {}
         fields = [
-            (name, member)
+            (name, member, inner_products(text))
             for name, member in cls.members.items()
-            if member.is_attribute and member.docstring and "instance-attribute" in member.labels
+            if member.is_attribute and "instance-attribute" in member.labels
+            if (text := field_text(member, *columns.get(name, ("", ""))))
         ]
         if not fields:
             return
         lines = [cls.docstring.value if cls.docstring else "", "", "Attributes:"]
-        for name, member in fields:
-            text = inner_products(" ".join(member.docstring.value.split()))
-            lines.append(f"    {name} ({member.annotation}): {text}")
+        lines += [f"    {name} ({member.annotation}): {text}" for name, member, text in fields]
+        for name, _, _ in fields:
             cls.del_member(name)
-        style = fields[0][1].docstring
+        style = next(d for d in (cls.docstring, *(m.docstring for _, m, _ in fields)) if d)
         cls.docstring = griffe.Docstring(
             "\n".join(lines), parent=cls, parser=style.parser, parser_options=style.parser_options
         )

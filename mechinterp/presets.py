@@ -174,3 +174,21 @@ PRESETS["pool-linear"] = ExperimentConfig(
     model=ModelConfig(n_layers=3, n_heads=4, d_model=32, score="linear/L", context_only=True),
     train=TrainConfig(steps=5000, batch_size=256, log_every=250, schedule="cosine", clip_norm=1.0),
 )
+# One recurrent layer, trained at every x. The setting is ours.
+_RECURRENT = {"gla-h1": "gated", "gated-delta-h1": "gated_delta", "mesa-h1": "mesa"}
+PRESETS |= {
+    name: ExperimentConfig(
+        task=TaskConfig(d_x=5, context_length=20),
+        model=ModelConfig(n_heads=1, score=score),
+        train=TrainConfig(
+            steps=2000,
+            batch_size=64,
+            learning_rate=3e-3,
+            loss="every",
+            schedule="cosine",
+            clip_norm=1.0,
+            log_every=250,
+        ),
+    )
+    for name, score in _RECURRENT.items()
+}

@@ -113,7 +113,7 @@ def test_snapshots_predict_what_is_stored(subject: str):
     assert distance(found, expected, largest) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("preset", [n for n, c in PRESETS.items() if c.train.loss == "every"])
+@pytest.mark.parametrize("preset", [n for n, c in PRESETS.items() if c.model.biases])
 def test_a_key_bias_has_no_gradient(preset: str):
     config = PRESETS[preset]
     prompts = draw_prompts(config.task, 4, dtype=torch.float64, context_length=6)

@@ -123,9 +123,9 @@ def predictions(setting: Setting, weights: dict[str, Tensor], tokens: Tensor) ->
     return torch.einsum("brhi,rhij,rhjn->rbn", seen, weights["v"], weights["o"])
 
 
-def trained(setting: Setting) -> tuple[dict[str, Tensor], Tensor]:
+def trained(setting: Setting, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Weights of the replicas after training, and their last loss over that of predicting 0."""
-    generator = torch.Generator().manual_seed(SEED + SETTINGS.index(setting))
+    generator = torch.Generator().manual_seed(seed)
     d_model = setting.d_x + setting.d_y
     shape = (REPLICAS, setting.heads, d_model, d_model)
     bound = d_model**-0.5
@@ -160,8 +160,8 @@ def trained(setting: Setting) -> tuple[dict[str, Tensor], Tensor]:
 def main() -> None:
     torch.set_num_threads(1)
     tensors = {}
-    for setting in SETTINGS:
-        weights, loss = trained(setting)
+    for number, setting in enumerate(SETTINGS):
+        weights, loss = trained(setting, SEED + number)
         scale = 1.0 if setting.score == "linear" else (setting.d_x + setting.d_y) ** 0.5
         QK = weights["q"] @ weights["k"].mT / scale
         OV = weights["v"] @ weights["o"]

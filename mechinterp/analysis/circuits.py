@@ -24,6 +24,8 @@ NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x
 """Numbers of a head whose circuits are in token coordinates."""
 SIZES = ("qk_norm", "qk_rank", "ov_norm", "ov_rank", "ov_read")
 """Numbers of a head in any coordinates."""
+GATES = ("gate", "beta")
+"""Numbers of a recurrent head."""
 CLEAR_PART = 0.99
 """The colour scale ends at this quantile of abs(entry), for circuits of the stream; 1.0 is the
 maximum. In some models a few entries are many times larger than all others."""
@@ -38,38 +40,47 @@ class Circuits(Result):
     Otherwise they are of the weights alone, and numbers about x and y are NaN.
     """
 
-    COLUMNS: ClassVar = HEADS
+    COLUMNS: ClassVar = HEADS | {
+        "ov_read": "Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read out directly.",
+        "omega": "Diagonal of QK's x block.",
+        "omega_mean": "Mean of omega over coordinates.",
+        "mu": "Diagonal of OV's y block.",
+        "qk_diagonal": "Norm of the diagonal of the QK x block over the norm of the block; 1 for a diagonal block.",
+        "qk_off_diagonal": "Largest |entry| of the QK x block off the diagonal.",
+        "qk_y_leak": "Largest |entry| between the query's x and a key's y (last row of KQ in the papers).",
+        "qk_norm": "Frobenius norm of the head's QK, scale included.",
+        "qk_rank": "Effective number of directions that a head compares: participation ratio of QK's singular values squared.",
+        "ov_last_entry": "Norm of mu over the norm of the OV circuit; 1 if only y is read.",
+        "ov_x_leak": "Largest |entry| of OV that reads from x.",
+        "ov_norm": "Frobenius norm of the head's OV.",
+        "ov_rank": "Effective number of directions that a head writes: participation ratio of OV's singular values squared.",
+        "gate": "Factor that is left of a recurrent head's state after each token; NaN if it differs from token to token or the head has none.",
+        "beta": "Strength with which a recurrent head writes a token; NaN if it differs from token to token or the head has none.",
+    }
+    UNITS: ClassVar = {
+        "1/x²": ("omega", "omega_mean", "qk_off_diagonal"),
+        "1/(x y)": ("qk_y_leak",),
+        "y/x": ("ov_x_leak",),
+    }
     QK: Float[np.ndarray, "layer head query key"]
     """scale * W_in W_Q W_K^T W_in^T, or without W_in if circuits are of the weights alone. In the first layer, rows of
     the query's y slot have no effect: the slot is 0."""
     OV: Float[np.ndarray, "layer head token out"]
     """W_in W_V W_O W_U, [token coordinate, response], or W_V W_O, [stream, stream]."""
     omega: Float[np.ndarray, "layer head d_x"]
-    """Diagonal of QK's x block, unit 1/x^2."""
     mu: Float[np.ndarray, "layer head d_y"]
-    """Diagonal of OV's y block."""
     qk_diagonal: Float[np.ndarray, "layer head"]
-    """Norm of the diagonal of the QK x block over the norm of the block; 1 for a diagonal block."""
     qk_off_diagonal: Float[np.ndarray, "layer head"]
-    """Largest |entry| of the QK x block off the diagonal, unit 1/x^2."""
     qk_y_leak: Float[np.ndarray, "layer head"]
-    """Largest |entry| between the query's x and a key's y (last row of KQ in the papers), unit 1/(x
-    y)."""
     qk_norm: Float[np.ndarray, "layer head"]
-    """Frobenius norm of the head's QK, scale included."""
     qk_rank: Float[np.ndarray, "layer head"]
-    """Effective number of directions that a head compares: participation ratio of QK's singular values squared."""
     ov_last_entry: Float[np.ndarray, "layer head"]
-    """Norm of mu over the norm of the OV circuit; 1 if only y is read."""
     ov_x_leak: Float[np.ndarray, "layer head"]
-    """Largest |entry| of OV that reads from x, unit y/x."""
     ov_norm: Float[np.ndarray, "layer head"]
-    """Frobenius norm of the head's OV."""
     ov_rank: Float[np.ndarray, "layer head"]
-    """Effective number of directions that a head writes: participation ratio of OV's singular values squared."""
     ov_read: Float[np.ndarray, "layer head"]
-    """Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read
-    out directly."""
+    gate: Float[np.ndarray, "layer head"]
+    beta: Float[np.ndarray, "layer head"]
     of_weights_alone: str
     """Reason why the circuits are of the weights alone, in coordinates of the stream; empty for
     token coordinates."""
@@ -113,7 +124,13 @@ class Circuits(Result):
                 "In coordinates of the stream, QK = W_Q W_K^T times the scale of the scores, "
                 "OV = W_V W_O."
             )
-        return [f"{self!r}.", how]
+        gates = [
+            f"{label} {', '.join(digits(each) for each in values.ravel())}"
+            for label, values in {"gate": self.gate, "strength of writing": self.beta}.items()
+            if not np.isnan(values).all()
+        ]
+        recurrent = f"Heads are recurrent: {'; '.join(gates)}." if gates else ""
+        return [f"{self!r}.", how, *filter(None, [recurrent])]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -123,6 +140,8 @@ class Circuits(Result):
             columns |= {"omega_mean": self.omega_mean, "omega": self.omega, "mu": self.mu}
             columns |= {name: getattr(self, name) for name in NUMBERS}
         columns |= {name: getattr(self, name) for name in SIZES}
+        gates = {name: getattr(self, name) for name in GATES}
+        columns |= {name: values for name, values in gates.items() if not np.isnan(values).all()}
         by_head = {name: v.reshape(-1, *v.shape[2:]) for name, v in columns.items()}
         return pd.DataFrame(entries(by_head))
 
@@ -195,7 +214,8 @@ def circuits(source: Source) -> Circuits:
     """QK and OV circuits of all heads of weights, a checkpoint or a hooked model, in float64.
 
     QK is how strongly the query's token attends to a key's: W_Q W_K^T times the scale of the scores.
-    OV is what the head reads from the tokens that it attends to: W_V W_O. In the published pattern
+    OV is what the head reads from the tokens that it attends to: W_V W_O. A recurrent head has gates besides, and its exact
+    attention pattern A, with output A v W_O, is that of `attention_patterns`. In the published pattern
     of one layer QK is omega times the identity on x, and OV is mu on y. If only sums lie between
     tokens, heads and read-out, the read-in and read-out matrices are multiplied in, and circuits are
     in token coordinates. Otherwise they are those of the weights alone, and the result says why.
@@ -247,8 +267,17 @@ def circuits(source: Source) -> Circuits:
     norm = torch.linalg.matrix_norm
     of_any = {"QK": QK, "OV": OV, "qk_norm": norm(QK), "ov_norm": norm(OV), "ov_read": ov_read}
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
+    of_any |= {name: _constant(weights, name, like=ov_read) for name in GATES}
     arrays = {name: tensor.numpy() for name, tensor in (about_tokens | of_any).items()}
     return Circuits(**arrays, of_weights_alone=alone)
+
+
+def _constant(weights: Weights, name: str, *, like: Tensor) -> Float[Tensor, "layer head"]:
+    """Gate or strength of writing of each head; NaN where the heads have none, or one per token."""
+    b = weights.tensors.get(f"attn.b_{name}")
+    if b is None or f"attn.W_{name}" in weights.tensors:
+        return torch.full_like(like, torch.nan)
+    return torch.sigmoid(b)
 
 
 def effective_rank(matrices: Float[Tensor, "*heads row column"]) -> Float[Tensor, "*heads"]:

@@ -20,6 +20,11 @@ HIGH = 0.1
 mentioned."""
 Z95 = 1.959964
 """Normal quantile of a two-sided 95% interval."""
+LEFT_OUT = (
+    "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
+    "these prompts; state their law by task= (--task)."
+)
+"""Sentence on the parts that are left out."""
 NOTHING_EXCLUDED = "no other learner predicts clearly worse"
 
 
@@ -137,12 +142,6 @@ def calibration_text(label: Label) -> str:
     )
 
 
-LEFT_OUT = (
-    "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
-    "these prompts; state their law by task= (--task)."
-)
-
-
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Classified(Result):
     """Label of a model, with the fields that all kinds of models share."""
@@ -186,9 +185,9 @@ class Classified(Result):
         raise NotImplementedError
 
     @property
-    def of_a_row(self) -> dict[str, object]:
-        """Columns about the heads in a table of many models."""
-        return {}
+    def row(self) -> dict[str, object]:
+        """Row of this model in a table of many models."""
+        return {"pattern": self.label}
 
     def head_lines(self, rows: int) -> list[str]:
         """One line per head, at most `rows`, in the columns of `heads_title`."""

@@ -31,6 +31,8 @@ SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
 MAX_POINTS = 200  # largest number of points of a curve
 MEANS = ("loss", "omega_abs", "mu_abs", "eta")
 """Columns that are averaged over the models of a setting."""
+ROW = ("checkpoint", "seed", "pattern", "loss", "loss_sem", "omega_abs", "mu_abs", "eta")
+"""Columns of the models of a comparison."""
 MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 
 
@@ -54,11 +56,12 @@ class Comparison(Result):
         "step": "Number of updates.",
         "models": "Number of models of the setting with this pattern.",
         "of": "Number of models of the setting.",
-        "omega_abs": "Mean |omega| of heads that are not dummies, unit 1/x^2.",
+        "omega_abs": "Mean |omega| of heads that are not dummies.",
         "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
-        "eta": "Step size of the model, Σ mu·omega times f'(0), unit 1/x^2.",
+        "eta": "Step size of the model, Σ mu·omega times f'(0).",
         "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts. Unit y^2.",
     }
+    UNITS: ClassVar = {"1/x²": ("omega_abs", "eta")}
 
     @property
     def verdict(self) -> str:
@@ -162,15 +165,10 @@ def compare(
         found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
         prompts = evaluation_prompts(each, n_prompts=5 * n_prompts, seed=seed)
         losses = (learner_of(each)(prompts) - prompts.y_query).square().mean(1).double()
-        mu, active = found.circuits.mu[0].mean(1), np.array(found.labels) != "dummy"
-        heads.append((found.omega_form, mu))
-        rows.append(
-            {"checkpoint": each.name, "seed": each.config.seed, "pattern": found.label}
-            | estimates(loss=mean_and_sem(losses.numpy(force=True)))
-            | {"omega_abs": np.abs(found.omega_form)[active].mean() if active.any() else np.nan}
-            | {"mu_abs": np.abs(mu).sum(), "eta": found.scales.eta.mean()}
-        )
-    models = pd.DataFrame(rows)
+        heads.append((found.omega_form, np.array(found.row["mu"])))
+        own = {"checkpoint": each.name, "seed": each.config.seed}
+        rows.append(own | found.row | estimates(loss=mean_and_sem(losses.numpy(force=True))))
+    models = pd.DataFrame(rows, columns=[*ROW])
     configs = pd.DataFrame([_setting(each.config) for each in checkpoints], dtype=object)
     groups = models.groupby(configs.agg("; ".join, axis=1), sort=False)
     titles = _titles([names.tolist() for _, names in groups["checkpoint"]])
@@ -243,10 +241,12 @@ def models_frame(
     lost = diverged or {}
     rows = []
     for name, config in models.items():
-        row = {"name": name, "id": config.id, **flatten(asdict(config)), "diverged": name in lost}
-        ran = {"steps": lost[name]} if name in lost else _ran(Path(run_folder) / name, n_prompts)
-        rows.append(row | ran)
-    names = [*(name for name in rows[0] if name not in MEASURED), *MEASURED]
+        own = {"name": name, "id": config.id, **flatten(asdict(config))}
+        lasting = (
+            {"steps": lost[name]} if name in lost else _ran(Path(run_folder) / name, n_prompts)
+        )
+        rows.append(own | {"diverged": name in lost} | lasting)
+    names = [*own, *MEASURED]
     return pd.DataFrame({name: _column([row.get(name) for row in rows]) for name in names})
 
 
@@ -265,4 +265,4 @@ def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
     if checkpoint.history is not None:
         losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
     label = classify(checkpoint, n_prompts=n_prompts)
-    return {"steps": checkpoint.step, **losses, "pattern": label.label, **label.of_a_row}
+    return {"steps": checkpoint.step, **losses, **label.row}

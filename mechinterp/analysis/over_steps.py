@@ -41,7 +41,12 @@ class OverSteps(Result):
     """Number of updates."""
     curve: Float[np.ndarray, "row 2"]
     """Step and eval_loss of the whole history; no rows without one."""
-    COLUMNS: ClassVar = {"headline": "Result at the step in a few words."}
+    COLUMNS: ClassVar = {
+        "step": "Number of updates.",
+        "eval_loss": "Loss at the last logged step before or at each saved step; NaN without a history.",
+        "headline": "Result at the step in a few words.",
+    }
+    UNITS: ClassVar = {"y²": ("eval_loss",)}
 
     def __repr__(self) -> str:
         ends = [f"step {self.step[row]:,}{self._told(row, ' ')}" for row in (0, -1)]

@@ -22,12 +22,15 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import pattern_name
-from mechinterp.models.run.evaluation import UNKNOWN, usual_number
+from mechinterp.models.run.evaluation import UNKNOWN, sample_prompts, usual_number
 from mechinterp.models.run.predictor import predictor_of
 
 MOST_EDGES = 1_200
 """Largest number of edges between heads at which the default page includes them; patching more
 takes minutes."""
+GIVEN = ("prompts", "clean")
+"""Names of an argument for given prompts."""
+NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 Model = Checkpoint | HookedModule
 Needs = Callable[[Model], bool]
 """Function that returns True if a model satisfies a requirement."""
@@ -69,9 +72,17 @@ def weights_by_name(source: Model) -> bool:
 
 
 def patterns(source: Model) -> bool:
-    """True if the attention weights can be read."""
+    """True if the attention weights can be read: from a hook, or as the layers are linear in their values."""
     predictor = predictor_of(source)
-    return own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict
+    if own_weights(source) or pattern_name(0) in predictor.hooked.model.hook_dict:
+        return True
+    if predictor.task is None:
+        return False
+    try:
+        predictor.query_patterns(sample_prompts(predictor, 2))
+    except ValueError:
+        return False
+    return True
 
 
 def edges_to_patch(source: Model) -> bool:
@@ -92,7 +103,7 @@ def a_history(source: Model) -> bool:
     return source.history is not None
 
 
-def linear_components(source: Model) -> bool:
+def linear_attention(source: Model) -> bool:
     """One layer of linear attention that predicts a single response, on a single task."""
     weights, task = predictor_of(source).weights, source.task
     if weights is None or not one_attention(source):
@@ -118,11 +129,9 @@ def jumps_ahead(source: Model) -> bool:
 
 
 def every_position(source: Model) -> bool:
-    """True for a model of this package that predicts at every x: causal, with tokens in turn."""
+    """True for a model of this package that predicts at every x in one pass."""
     weights = predictor_of(source).weights
-    if weights is None:
-        return False
-    return weights.model.layout == "in_turn" and not weights.model.context_only
+    return weights is not None and weights.model.predicts_everywhere
 
 
 def quick_curve(source: Model) -> bool:
@@ -138,11 +147,6 @@ def a_pool(source: Model) -> bool:
 def never(source: Model) -> bool:
     """False for every model: the analysis runs on request only."""
     return False
-
-
-GIVEN = ("prompts", "clean")
-"""Names of an argument for given prompts."""
-NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 
 
 def target_note(prompts: Prompts) -> str:
@@ -241,7 +245,7 @@ ENTRIES = (
     ),
     Analysis(
         "one_layer.linear_components:linear_components",
-        linear_components,
+        linear_attention,
         on_page=nothing,
         steps_on_page=nothing,
         title="Components of linear attention",

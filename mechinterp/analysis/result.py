@@ -6,18 +6,14 @@ A result has a repr, `to_frame` and `plot`. These optional methods replace the d
 document; `cards()`, one card per head; `head_facts()`, further facts for the cards of other
 results; `switches()`, numbers for switches of the heads; `headline`, the result in a few words, for tables and titles over training.
 
-Meaning and unit of a column belong to the class whose table it is: they are read from its `COLUMNS` and from the docstrings
-of its fields and properties. No name has a meaning of its own. A table may take those of other classes, `Table(known=...)`.
+Meaning and unit of a column belong to the class whose table it is: its `COLUMNS` has the meaning of each column, and its
+`UNITS` the columns of each unit. No name has a meaning of its own. A table may take those of other classes,
+`Table(known=...)`.
 """
 
-import ast
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cache
-from inspect import getsource
-from itertools import pairwise
-from textwrap import dedent
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 import pandas as pd
@@ -26,6 +22,12 @@ import plotly.graph_objects as go
 from mechinterp.analysis.number_format import LEAST_P, digits
 
 T = TypeVar("T")
+Meaning = tuple[str, str]
+"""Meaning of a column, and its unit; the unit is empty if there is none."""
+METRIC_UNIT = "unit of the metric"
+"""Unit of a column whose unit is the field `unit` of its result."""
+HEADS = {"layer": "Number of the layer, from 0.", "head": "Number of the head, from 0."}
+"""Meanings of the columns that name a head, for the `COLUMNS` of results with a row per head."""
 
 
 @runtime_checkable
@@ -54,19 +56,27 @@ class Table:
     cases."""
     least_p: float = LEAST_P
     """Smallest p-value that can be resolved."""
-    known: Mapping[str, str] = field(default_factory=dict)
-    """Meanings by name, for all or some of the columns; none: those of the result."""
+    known: Mapping[str, str | Meaning] = field(default_factory=dict)
+    """Meanings and units by name, for all or some of the columns; none: those of the result."""
+
+    @property
+    def _known(self) -> dict[str, Meaning]:
+        known = {name: _pair(stated) for name, stated in self.known.items()}
+        named = {str(name): _meaning(str(name), known) for name in self.frame.columns}
+        return {name: meaning for name, meaning in named.items() if meaning is not None}
 
     @property
     def meanings(self) -> dict[str, str]:
-        """Meanings of the columns; a column without one is left out."""
-        named = {str(column): _meaning(str(column), self.known) for column in self.frame.columns}
-        return {name: meaning for name, meaning in named.items() if meaning}
+        """Meanings of the columns with their units; a column without one is left out."""
+        return {
+            name: f"{text.removesuffix('.')}, unit {unit}." if unit else text
+            for name, (text, unit) in self._known.items()
+        }
 
     @property
     def units(self) -> dict[str, str]:
         """Units of the columns; empty for a column without one."""
-        return {name: unit_of(meaning) for name, meaning in self.meanings.items()}
+        return {name: unit for name, (_, unit) in self._known.items()}
 
 
 @dataclass(frozen=True)
@@ -140,77 +150,37 @@ def _own(result: Finding, method: str, otherwise: Callable[[], T]) -> T:
     return own() if callable(own) else otherwise()
 
 
-METRIC_UNIT = "unit of the metric"
-HEADS = {"layer": "Number of the layer, from 0.", "head": "Number of the head, from 0."}
-"""Meanings of the columns that name a head, for the `COLUMNS` of results with a row per head."""
-UNIT = re.compile(r"[;,]? ?(?:in )?units? (?:of )?(1/\(x y\)|1/x\^2|y/x|y\^2|x\^2|y\b)")
-
-
-def known(*results: object) -> dict[str, str]:
-    """Meanings that the classes of these results give to columns, those of the first result first.
-
-    "unit of the metric" stands for the field `unit` of the result.
+def known(*results: object) -> dict[str, Meaning]:
+    """Meanings and units that the classes of these results give to columns, those of the first result first.
 
     Example:
         >>> from mechinterp.analysis.ablation.ablate import Ablation
         >>> known(Ablation)["head"]
-        'Number of the head, from 0.'
+        ('Number of the head, from 0.', '')
     """
-    texts: dict[str, str] = {}
+    found: dict[str, Meaning] = {}
     for each in reversed(results):
-        own_unit = getattr(each, "unit", "")
-        unit = f"unit {own_unit}".replace("²", "^2") if own_unit else METRIC_UNIT
-        own = docstrings(each if isinstance(each, type) else type(each))
-        texts |= {name: text.replace(METRIC_UNIT, unit) for name, text in own.items()}
-    return texts
+        for cls in reversed((each if isinstance(each, type) else type(each)).__mro__):
+            own = vars(cls)
+            units = {name: unit for unit, names in own.get("UNITS", {}).items() for name in names}
+            for name, meaning in own.get("COLUMNS", {}).items():
+                text, unit = _pair(meaning)
+                unit = units.get(name, unit)
+                found[name] = text, getattr(each, "unit", "") if unit == METRIC_UNIT else unit
+    return found
 
 
-def unit_of(meaning: str) -> str:
-    """Unit named in a meaning; empty if there is none.
-
-    Example:
-        >>> unit_of("Fall of the risk, unit y^2."), unit_of("Share.")
-        ('y²', '')
-        >>> unit_of("Largest entry, unit 1/(x y).")
-        '1/(x y)'
-    """
-    unit = UNIT.search(meaning)
-    return unit[1].replace("^2", "²") if unit else ""
+def _pair(stated: str | Meaning) -> Meaning:
+    return (stated, "") if isinstance(stated, str) else stated
 
 
-@cache
-def docstrings(cls: type) -> Mapping[str, str]:
-    """Docstrings of the fields and properties of a class and its bases; its `COLUMNS` come first."""
-    texts: dict[str, str] = {}
-    for each in reversed(cls.__mro__[:-1]):
-        texts |= {
-            n: v.__doc__ for n, v in vars(each).items() if isinstance(v, property) and v.__doc__
-        }
-        texts |= _of_fields(each) if is_dataclass(each) else {}
-        texts |= vars(each).get("COLUMNS", {})
-    return {name: " ".join(text.replace("`", "").split()) for name, text in texts.items()}
-
-
-def _of_fields(cls: type) -> dict[str, str]:
-    try:
-        body = ast.parse(dedent(getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    except OSError:  # docstrings of fields need the source of the class
-        return {}
-    return {
-        stated.target.id: text.value.value  # type: ignore[union-attr,attr-defined]
-        for stated, text in pairwise(body)
-        if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
-
-
-def _meaning(column: str, known: Mapping[str, str]) -> str:
-    entry = re.sub(r"_\d+$", "", column)
-    of = column.removesuffix("_sem")
-    if column in known:
-        return known[column]
-    if entry != column and entry in known:
-        return f"One entry. {known[entry]}"
-    if of != column and of in known:
-        return f"Standard error of {of}."
-    reached = column.removesuffix("_p")
-    return f"Fraction of random heads that reach {reached}." if reached != column else ""
+def _meaning(name: str, known: Mapping[str, Meaning]) -> Meaning | None:
+    """Meaning and unit of a column; None if nothing states them."""
+    entry = re.sub(r"_\d+$", "", name)
+    if name in known:
+        return known[name]
+    if entry in known:
+        return f"One entry. {known[entry][0]}", known[entry][1]
+    if (of := name.removesuffix("_sem")) != name and of in known:
+        return f"Standard error of {of}.", ""
+    return None

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
-from mechinterp.checkpoints.foreign.tensors import require_numbers
+from mechinterp.checkpoints.foreign.refusals import require_numbers
+from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.io.files import CheckpointError, naming, writing
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.locks import claimed
@@ -245,8 +245,6 @@ class Checkpoint(Run):
         suggests it. Computed on first use."""
         if "doubt" in self.assumed:
             return str(self.assumed["doubt"])
-        if self.readings and not self.readings[0].predicts:
-            return predicts_nothing(self.readings)
         return "" if self.doubting is None else self.doubting()
 
     @property
@@ -303,7 +301,7 @@ class Checkpoint(Run):
     def outline(self) -> Outline:
         """Config, step and shapes, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
-        stated = (self.format, self.assumed, self.origin)
+        stated = (self.format, self.assumed, self.origin, self.grounds)
         return Outline(self.path, self.config, self.step, shapes, *stated)
 
     @cached_property

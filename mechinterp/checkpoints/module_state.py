@@ -6,10 +6,12 @@ the read-in and the read-out are. Wrapped projections, such as LoRA, show the ma
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import piece_of
 from mechinterp.checkpoints.module_places import PROJECTION_PARTS, weights_of
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -28,8 +30,69 @@ ROLES = {
 """Known name of a module for each part of a model."""
 
 
+@dataclass(frozen=True)
+class BlockParts:
+    """Paths of the norms and the linear parts of a block outside its attention, in order of running."""
+
+    prefix: str
+    """Path under which files have the attention of the block, up to the number of its layer."""
+    before: tuple[tuple[str, ...], tuple[str, ...]]
+    """Norms and linear parts that run before the attention."""
+    after: tuple[tuple[str, ...], tuple[str, ...]]
+    alone: bool
+    """True: there is no other block, so that a read-in, a read-out and a last norm may lie in it."""
+
+    @property
+    def mlp(self) -> tuple[str, ...]:
+        """The two matrices of the MLP; empty if there is no plain one."""
+        linear = self.after[1]
+        return linear[:2] if len(linear) == 2 or (self.alone and len(linear) == 3) else ()
+
+    @property
+    def ends(self) -> dict[str, str]:
+        """Read-in, read-out and last norm in the only block: the part by path."""
+        rest, norms = self.after[1][len(self.mlp) :], self.after[0]
+        ends = {}
+        if self.alone and len(self.before[1]) == 1:
+            ends[self.before[1][0]] = "read_in"
+        if self.alone and len(rest) == 1:
+            ends[rest[0]] = "read_out"
+        if self.alone and self.before[0] and len(norms) == (2 if self.mlp else 1):
+            ends[norms[-1]] = "final_norm"
+        return ends
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Norms of the layer."""
+        return tuple(path for path in (*self.before[0], *self.after[0]) if path not in self.ends)
+
+    @property
+    def place(self) -> str | None:
+        """Place of the norms: "before" or "after"; None if it is not clear."""
+        if self.before[0]:
+            return "before"
+        return "after" if len(self.norms) == (2 if self.mlp else 1) else None
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Part that each of them plays, by path; a lone norm between attention and MLP is the MLP's."""
+        lone = len(self.norms) == 1 and not self.before[0] and self.mlp
+        names = ("norm2",) if lone else ("norm1", "norm2")
+        of_mlp = zip(self.mlp, ("mlp_in", "mlp_out"), strict=False)
+        return {**dict(zip(self.norms, names, strict=False)), **dict(of_mlp)}
+
+
+@dataclass(frozen=True)
+class ModuleParts:
+    """Parts of a module outside its attention, by the order in which they run."""
+
+    blocks: tuple[BlockParts, ...]
+    ends: Mapping[str, str]
+    """Read-in, read-out and final norm: the part by path."""
+
+
 @torch.no_grad()
-def state_of(module: HookedModule) -> dict[str, Tensor]:
+def state_of(module: HookedModule, parts: ModuleParts) -> dict[str, Tensor]:
     """Tensors of the module as the user wrote it, under known names where the order of running shows the part."""
     own, model = module.model.module, module.model
     state = dict(own.state_dict())
@@ -40,15 +103,24 @@ def state_of(module: HookedModule) -> dict[str, Tensor]:
         ):  # hooks took out its projection
             projection = model.blocks[layer].get_submodule("attn.projection")
             state |= {f"{path}.out_proj.{n}": t for n, t in projection.state_dict().items()}
-    parts = dict(own.named_modules())
+    modules = dict(own.named_modules())
     wrapped = [each.name.removesuffix(".weight") for each in weights_of(own)]
-    wrapped += [path for path, part in parts.items() if isinstance(part, nn.Linear)]
+    wrapped += [path for path, part in modules.items() if isinstance(part, nn.Linear)]
     for path in dict.fromkeys(wrapped):
-        if path in parts and f"{path}.weight" not in state:
-            state = _unwrapped(state, path, parts[path])
+        if path in modules and f"{path}.weight" not in state:
+            state = _unwrapped(state, path, modules[path])
     for place in model.places:
         state |= _keys_of_every_head(state, place)
-    return _renamed(state, _known_names(module))
+    return _without_unknown(_renamed(state, _known_names(parts)))
+
+
+def _without_unknown(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state without tensors that are no part of a layer by name, such as stored masks and temperatures.
+
+    The module's predictions prove that they change nothing, or what they change, such as the scale, is seen in a run.
+    """
+    layout = layout_of(state)
+    return {n: t for n, t in state.items() if not layout.layers or n not in layout.unknown}
 
 
 def _unwrapped(state: Mapping[str, Tensor], path: str, part: nn.Module) -> dict[str, Tensor]:
@@ -81,58 +153,78 @@ def _keys_of_every_head(state: Mapping[str, Tensor], place: Place) -> dict[str, 
     return repeated
 
 
-def _known_names(module: HookedModule) -> dict[str, str]:
+def _known_names(parts: ModuleParts) -> dict[str, str]:
     """Known names of modules, by path, for modules whose own name does not show the part that they play."""
+    names: dict[str, str] = {}
+    for each in parts.blocks:
+        prefix = f"{each.prefix}." if each.prefix else ""
+        inside = each.roles.items()
+        names |= {p: f"{prefix}{ROLES[part]}" for p, part in inside if not _shows(p, part)}
+    return names | {p: ROLES[part] for p, part in parts.ends.items() if not _shows(p, part)}
+
+
+def parts_of_module(module: HookedModule) -> ModuleParts:
+    """Norms and linear parts of a module outside its attention, from one run."""
     own, places = module.model.module, module.model.places
     pieces = [each for each in weights_of(own) if each.part in PROJECTION_PARTS]
     attention = {each.name.removesuffix(".weight") for each in pieces}
     attention |= {p for p, part in own.named_modules() if isinstance(part, nn.MultiheadAttention)}
-    blocks = [place.block for place in places]
-    before, inside, after = list[str](), {block: list[str]() for block in blocks}, list[str]()
-    for path in _leaves_in_order(module):
+    paths = {place.block: (list[str](), list[str]()) for place in places}
+    outside, seen = (list[str](), list[str]()), set[str]()
+    for path in _in_order(module, attention):
+        block = next((place.block for place in places if path.startswith(f"{place.block}.")), "")
         if any(path == each or path.startswith(f"{each}.") for each in attention):
-            continue
-        block = next((each for each in blocks if path.startswith(f"{each}.")), None)
-        if block is not None:
-            inside[block].append(path)
+            seen.add(block)
+        elif block:
+            paths[block][block in seen].append(path)
         else:
-            (after if any(inside.values()) else before).append(path)
-    roles: dict[str, str] = {}
-    for block, paths in inside.items():
-        norms, linear = _norms_and_linear(own, paths)
-        prefix = f"{block}." if block else ""
-        pairs = [*zip(norms, ("norm1", "norm2"), strict=False)]
-        pairs += zip(linear, ("mlp_in", "mlp_out"), strict=False) if len(linear) == 2 else []
-        roles |= {path: f"{prefix}{ROLES[part]}" for path, part in pairs if not _shows(path, part)}
-    norms, linear = _norms_and_linear(own, after)
-    ends = [(path, "final_norm") for path in norms[:1]]
-    ends += [(path, "read_out") for path in linear if len(linear) == 1]
-    _, first = _norms_and_linear(own, before)
-    ends += [(path, "read_in") for path in first if len(first) == 1]
-    return roles | {path: ROLES[part] for path, part in ends if not _shows(path, part)}
+            outside[bool(seen)].append(path)
+    blocks = tuple(
+        BlockParts(
+            _numbered(place.output) or place.block,
+            *(_norms_and_linear(own, each) for each in paths[place.block]),
+            alone=len(places) == 1,
+        )
+        for place in places
+    )
+    (_, first), (norms, last) = (_norms_and_linear(own, each) for each in outside)
+    ends = dict.fromkeys(norms[:1], "final_norm")
+    ends |= dict.fromkeys(last, "read_out") if len(last) == 1 else {}
+    ends |= dict.fromkeys(first, "read_in") if len(first) == 1 else {}
+    inside = [item for each in blocks for item in each.ends.items()]
+    return ModuleParts(blocks, ends | dict(inside))
 
 
-def _leaves_in_order(module: HookedModule) -> list[str]:
-    """Paths of the modules without parts, in order of their first run."""
+def _numbered(path: str) -> str:
+    """The path up to its last number; empty if there is none."""
+    words = path.split(".")
+    last = max((n for n, word in enumerate(words) if word.isdecimal()), default=-1)
+    return ".".join(words[: last + 1])
+
+
+def _in_order(module: HookedModule, attention: Iterable[str]) -> list[str]:
+    """Paths of the modules without parts, and of the attention, in order of their first run."""
     ran: dict[str, None] = {}
-    own = module.model.module
+    own, whole = module.model.module, set(attention)
     with ExitStack() as hooks:
         for path, part in own.named_modules():
-            if next(part.children(), None) is None:
+            if path in whole or next(part.children(), None) is None:
                 note = part.register_forward_pre_hook(lambda *_, path=path: ran.setdefault(path))
                 hooks.enter_context(note)
         module.predict(draw_prompts(module.task, 2, seed=2, dtype=module.model.cfg.dtype))
     return list(ran)
 
 
-def _norms_and_linear(own: nn.Module, paths: Iterable[str]) -> tuple[list[str], list[str]]:
+def _norms_and_linear(
+    own: nn.Module, paths: Iterable[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Modules whose weight is a vector, and those whose weight is a matrix."""
     found: dict[int, list[str]] = {1: [], 2: []}
     for path in paths:
         weight = getattr(own.get_submodule(path), "weight", None)
         if isinstance(weight, Tensor) and weight.ndim in found:
             found[weight.ndim].append(path)
-    return found[1], found[2]
+    return tuple(found[1]), tuple(found[2])
 
 
 def _shows(path: str, part: str) -> bool:

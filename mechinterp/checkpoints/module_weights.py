@@ -1,29 +1,72 @@
 """The weights of a hooked module by name, proven by the module's own predictions.
 
-The module's state dict is read like a file. Names and shapes leave choices open, such as norms before or after a layer. A
-reading is taken only if it gives the module's predictions, whole and with each head masked.
+The module's state dict is read like a file, with the settings that the running module shows. A reading is taken only if it
+gives the module's predictions, whole and with each head masked.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.options import Hints, stated_option
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
+from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.module_function import HALF
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.run.predictor import Predictor, WeightsPredictor
 from mechinterp.models.run.predictor import Source as Model
+from mechinterp.models.run.predictor import WeightsPredictor
 from mechinterp.models.weights import HEADS, Weights
 
 N_PROMPTS = 32
 """Number of prompts of the proof at each length."""
+MOST_READINGS = 96
+"""Largest number of readings that are tried, each with a forward pass on a few prompts; a larger number only costs time."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProvenPredictor(WeightsPredictor):
+    """A hooked module by its proven weights."""
+
+    readings: Sequence[Reading] = ()
+    """Proven readings if there are several that differ on other prompts, that of the weights first."""
+
+    def under(self, reading: Reading) -> "ProvenPredictor":
+        """The same under another of its readings."""
+        return replace(self, own=reading.weights, readings=())
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleProof:
+    """Weights by name that give a module's predictions, or why there are none."""
+
+    readings: tuple[Reading, ...] = ()
+    """Proven readings, the most usual first; empty if there is none."""
+    tried: str = ""
+    """Number of readings that were tried, in words."""
+    why: str = ""
+    """Why there is no proven reading."""
+
+    @property
+    def weights(self) -> Weights | None:
+        """Weights of the most usual reading; None if there is no proven reading."""
+        return self.readings[0].weights if self.readings else None
+
+    @property
+    def open(self) -> list[str]:
+        """Settings in which the proven readings differ, with their values, as options."""
+        first, *others = self.readings or (None,)
+        if first is None or not others:
+            return []
+        names = [n for n in first.tried if len({each.tried[n] for each in self.readings}) > 1]
+        return [
+            " or ".join(dict.fromkeys(stated_option(n, r.tried[n]) for r in self.readings))
+            for n in names
+        ]
 
 
 def by_weights(model: Model) -> Model:
@@ -37,31 +80,84 @@ def by_weights(model: Model) -> Model:
     """
     if not isinstance(model, HookedModule):
         return model
-    weights = proven_weights(model)
-    return model if weights is None else _predictor(model, weights)
+    proof = proof_of(model)
+    if proof.weights is None:
+        return model
+    readings = proof.readings if len(proof.readings) > 1 else ()
+    return _predictor(model, proof.weights, readings)
 
 
-def _predictor(module: HookedModule, weights: Weights) -> Predictor:
-    return WeightsPredictor(own=weights, task=module.task, law_stated=module.law_stated)
+def _predictor(
+    module: HookedModule, weights: Weights, readings: Sequence[Reading] = ()
+) -> ProvenPredictor:
+    return ProvenPredictor(
+        own=weights, task=module.task, law_stated=module.law_stated, readings=readings
+    )
 
 
-@torch.no_grad()
 def proven_weights(module: HookedModule) -> Weights | None:
     """Weights of the model of this package that predicts as the module does now; None if no reading of its state dict does.
 
-    Heads have the module's numbers. They are proven again at each call, so that an edit of the module counts.
+    Heads have the module's numbers.
     """
-    from mechinterp.checkpoints.module_state import state_of  # imports TransformerLens
+    return proof_of(module).weights
 
+
+@torch.no_grad()
+def proof_of(module: HookedModule) -> ModuleProof:
+    """The readings of a module's state dict that predict as the module does now.
+
+    They are proven again at each call, so that an edit of the module counts.
+    """
     if module.hooked.is_hooked:
-        return None
-    with suppress(ValueError):
+        return ModuleProof(why="a hook changes what the module computes")
+    try:
         recordings = _recordings(module)
-        checkpoint = read_proven(state_of(module), recordings, _hints(module))
-        if checkpoint.config.model.n_layers == module.hooked.n_layers:
-            weights = checkpoint.weights.to(module.model.cfg.device)
-            return _renumbered(module, weights, recordings[0])
-    return None
+        readings, tried = _readings(module, recordings)
+    except ValueError as error:
+        return ModuleProof(why=" ".join(str(error).split()).removeprefix("state dict: "))
+    fits = (_renumbered(module, each.weights, recordings[0]) for each in readings)
+    kept = [
+        replace(each, build=lambda own=own: own)
+        for each, own in zip(readings, fits, strict=True)
+        if own is not None
+    ]
+    if not kept:
+        why = "a reading gives its predictions, but not with each head masked"
+        return ModuleProof(tried=tried, why=why)
+    return ModuleProof(tuple(kept), tried)
+
+
+def _readings(
+    module: HookedModule, recordings: Sequence[Recording]
+) -> tuple[Sequence[Reading], str]:
+    """Readings that give the recorded predictions, and the number of those tried, in words.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    # They import TransformerLens.
+    from mechinterp.checkpoints.module_settings import shown_settings
+    from mechinterp.checkpoints.module_state import parts_of_module, state_of
+
+    parts = parts_of_module(module)
+    checkpoint = read_proven(
+        state_of(module, parts),
+        recordings,
+        _hints(module),
+        shown=shown_settings(module, parts, [each.prompts for each in recordings]),
+        most=MOST_READINGS,
+    )
+    n_layers, device = module.hooked.n_layers, module.model.cfg.device
+    if checkpoint.config.model.n_layers != n_layers:
+        got = checkpoint.config.model.n_layers
+        raise ValueError(f"a reading has {got} layers, and the module {n_layers}")
+    alone = Reading({}, lambda: checkpoint.weights, 0.0, 0.0, predicts=True, ties=True, stands=True)
+    readings = [
+        replace(each, build=lambda each=each: each.weights.to(device))
+        for each in checkpoint.readings or (alone,)
+    ]
+    return readings, str(checkpoint.proven["predictions"]).partition(";")[0]
 
 
 def _recordings(module: HookedModule) -> list[Recording]:
@@ -84,17 +180,11 @@ def _recordings(module: HookedModule) -> list[Recording]:
 
 
 def _hints(module: HookedModule) -> Hints:
-    """Settings that the module and its hooks show: sizes, heads, the score and its scale, and how often layers run."""
-    task, heads = module.task, [block.get_submodule("attn") for block in module.model.blocks]
+    """Sizes of the module, and its task."""
+    task = module.task
     stated = {name: value for name, value in asdict(task).items() if name in task.given}
-    runs = len(module.hooked.blocks) // len(set(module.hooked.blocks))
-    given: dict = {"model": {"passes": runs}} if runs > 1 else {}
-    if all(hasattr(each, "hook_attn_scores") for each in heads):
-        given["score"] = "softmax"
-        if not any(each.turned for each in heads):
-            given["scale"] = heads[0].factor
     sizes: dict = {"d_x": task.d_x, "d_y": task.d_y}
-    return Hints(n_heads=module.hooked.n_heads, task=stated | sizes, **sizes, **given)
+    return Hints(n_heads=module.hooked.n_heads, task=stated | sizes, **sizes)
 
 
 def _renumbered(module: HookedModule, weights: Weights, recording: Recording) -> Weights | None:

@@ -1,6 +1,6 @@
 """Commands that describe checkpoints: argument parsing only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -51,49 +51,34 @@ def classify(
 ) -> None:
     """State what a model computes, and how certain that is. Example: mechinterp classify
     checkpoints/*"""
-    from mechinterp.analysis.registry import run_analysis
     from mechinterp.checkpoints.io.files import NotUnderstoodError
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.progress import progress
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
     from mechinterp.report.to_json import to_json
-    from mechinterp.report.to_text import brief_text, classification_text
 
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
     groups = runs_among(checkpoint_paths(paths))
     all_paths = [path for group in groups for path in group]
-    length, wide = request.context_length, request.wide
-    steps = _steps(groups, files, length)
+    steps = _steps(groups, files, request.context_length)
     headers: set[str] = set()
     with progress_bars(quiet=request.quiet):
         for path in progress(all_paths, "classifying"):
             try:
                 with about_paths(path, *request.files):
-                    checkpoint, numbers = steps.get(path) or (files.load(path, length), {})
-                    result = cast(
-                        "Classified",
-                        run_analysis("classify", checkpoint, task=files.law, **request.drawn_by),
-                    )
-                    documents.append(
-                        to_json("classify", checkpoint, result) | numbers | request.note
-                    )
+                    checkpoint, numbers, result = _classified(path, steps, request, files)
+                    document = to_json("classify", checkpoint, result) | numbers | request.note
             except (ValueError, OSError) as error:
                 unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
                 documents.append({"path": str(path), **unread, "error": str(error)})
                 complain(str(error))
                 continue
-            if request.as_json:
-                continue
-            if len(all_paths) == 1 or wide:
-                say_of(path, classification_text(result, wide=wide))
-                continue
-            if result.heads_title not in headers:
-                headers.add(result.heads_title)
-                say(result.heads_title)
-            say_of(path, brief_text(result))
+            documents.append(document)
+            if not request.as_json:
+                _say_label(path, result, headers, alone=len(all_paths) == 1, wide=request.wide)
     if request.as_json:
         say_json(documents)
     if out is not None:
@@ -102,11 +87,41 @@ def classify(
         raise typer.Exit(2)
 
 
-def _steps(
-    groups: Sequence[Sequence[Path]], files: Files, context_length: int | None
-) -> dict[Path, tuple["Checkpoint", dict[str, float]]]:
-    """Model at each step of a run, with the step and its loss, for those paths that are steps of a
-    run."""
+Steps = Mapping[Path, tuple["Checkpoint", dict[str, float]]]
+"""Model at each step of a run, with the step and its loss, by path."""
+
+
+def _classified(
+    path: Path, steps: Steps, request: Request, files: Files
+) -> tuple["Checkpoint", dict[str, float], "Classified"]:
+    """Checkpoint at a path, its step and loss if it is a step of a run, and its classification."""
+    from mechinterp.analysis.registry import run_analysis
+
+    checkpoint, numbers = steps.get(path) or (files.load(path, request.context_length), {})
+    result = run_analysis("classify", checkpoint, task=files.law, **request.drawn_by)
+    return checkpoint, numbers, cast("Classified", result)
+
+
+def _say_label(
+    path: Path, result: "Classified", headers: set[str], *, alone: bool, wide: bool
+) -> None:
+    """Print a classification: in full if it is the only one, else briefly.
+
+    Args:
+        headers: Headings of the heads that have been printed; that of this model is added.
+    """
+    from mechinterp.report.to_text import brief_text, classification_text
+
+    if alone or wide:
+        return say_of(path, classification_text(result, wide=wide))
+    if result.heads_title not in headers:
+        headers.add(result.heads_title)
+        say(result.heads_title)
+    say_of(path, brief_text(result))
+
+
+def _steps(groups: Sequence[Sequence[Path]], files: Files, context_length: int | None) -> Steps:
+    """Models of the paths that are steps of a run."""
     from mechinterp.checkpoints.load import steps_of
 
     steps = {}

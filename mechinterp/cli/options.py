@@ -14,11 +14,21 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.cli.printing import complain, say_json
+from mechinterp.cli.printing import complain, complain_in_rows, say_json
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.icl.prompts import Prompts
+
+
+HELP = ["-h", "--help"]
+"""Options that show the help."""
+LENGTH = "task.context_length"
+"""Name of the assumed setting that --context-length replaces."""
+UNKNOWN = "unknown"
+"""Value of --task for given prompts of unknown law."""
+NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
+"""Arrays in a file of prompts; the first four are required."""
 
 
 def option(flag: str, text: str, **more: Any) -> Any:
@@ -51,8 +61,6 @@ def add_command(app: typer.Typer, command: Callable[..., None], **more: Any) -> 
     app.command(name=name, help=text, epilog=f"Example: {example}", **more)(command)
 
 
-HELP = ["-h", "--help"]
-"""Options that show the help."""
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
@@ -90,11 +98,6 @@ LengthsOption = Annotated[
         min=1,
     ),
 ]
-LENGTH = "task.context_length"
-UNKNOWN = "unknown"
-"""Value of --task for given prompts of unknown law."""
-NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
-"""Arrays in a file of prompts; the first four are required."""
 
 
 def _hint_option(hint: Field) -> Any:
@@ -149,7 +152,7 @@ VerboseOption = Annotated[
     bool,
     option(
         "--verbose",
-        "Also name assumptions that rarely matter, and the readings of a file that were tried.",
+        "Also name settings that are known or rarely matter, and the readings of a file that were tried.",
     ),
 ]
 VERBOSE = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption)
@@ -343,7 +346,10 @@ class Files:
             steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
             complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
         if checkpoint.assumed:
-            complain(f"{checkpoint.path}: assumed {_assumptions(checkpoint, self.verbose)}.")
+            from mechinterp.report.grounds import rows_by_ground
+
+            rows = rows_by_ground(checkpoint, full=self.verbose)
+            complain_in_rows(f"{checkpoint.path}: read with these settings; what is assumed may be wrong", rows)  # fmt: skip
         return checkpoint
 
     def run_of(
@@ -356,39 +362,3 @@ class Files:
             with suppress(CheckpointError):  # the error of each file is reported later
                 return self.load(paths, context_length)
         return None
-
-
-PLAIN = ("passes", "rms_norm", "activation", "norm_eps", "score_slope", "packing")
-"""Assumed settings that most models have alike, by their last word; --verbose lists them."""
-
-
-def _assumptions(checkpoint: "Checkpoint", verbose: bool) -> str:
-    """Settings that were assumed and may change the answer, and unused tensors.
-
-    Args:
-        verbose: True: also the settings that rarely matter, and the best readings that were tried.
-    """
-    shown = dict(checkpoint.assumed)
-    divisor = shown.pop("attn_scale", None)
-    if isinstance(divisor, float):  # TransformerLens divides by it; --scale is the factor
-        shown["scale"] = 1 / divisor
-    task = checkpoint.task.fields_in_words
-    assumed = [f"task.{n} = {task[n]}" for n in checkpoint.task.assumed if n in task]
-    assumed += [
-        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
-        for name, value in shown.items()
-        if value not in (None, (), [])
-        and name.startswith(("model.", "scale"))
-        and (verbose or not _rarely_matters(name, value))
-    ]
-    tried = "; ".join(map(repr, checkpoint.readings)) if verbose else ""
-    losses = f"; loss over that of predicting 0, readings: {tried}" if tried else ""
-    unused = ", ".join(map(str, shown.get("unused") or ()))  # type: ignore[call-overload]
-    words = [f"unused tensors: {unused}" if unused else "", str(shown.get("undetermined", "")), checkpoint.doubt]  # fmt: skip
-    words = [each for each in words if each]
-    return "; ".join([", ".join(assumed) + losses, *words])
-
-
-def _rarely_matters(name: str, value: object) -> bool:
-    """True for a setting that most models have alike, or that leaves no trace in a file."""
-    return name.removeprefix("model.") in PLAIN or str(value).startswith("none (")

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,16 +54,29 @@ def shown_path(path: Path) -> str:
 
 def complain(message: str) -> None:
     """Print an error on standard error: one line, which a terminal shows wrapped between words."""
-    line = f"mechinterp: {' '.join(message.split())}"
-    if sys.stderr.isatty():  # read by a person
-        line = textwrap.fill(
-            line,
-            shutil.get_terminal_size().columns,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    say(line, error=True)
+    say(_filled(f"mechinterp: {' '.join(message.split())}", "  "), error=True)
+
+
+def complain_in_rows(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table on standard error: a title, then a line for each row, its name first."""
+    width = max(map(len, rows), default=0)
+    complain(title)
+    for name, text in rows.items():
+        line = f"  {name:<{width}}  {' '.join(text.split())}"
+        say(_filled(line, " " * (width + 4)), error=True)
+
+
+def _filled(line: str, indent: str) -> str:
+    """The line, wrapped if a person reads standard error."""
+    if not sys.stderr.isatty():
+        return line
+    return textwrap.fill(
+        line,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def say(text: str, *, error: bool = False) -> None:

@@ -62,7 +62,8 @@ class TrainConfig:
     only."""
     loss: str = "query"
     """"query": the squared error at the query. "every": its mean over all positions with an x, each
-    predicted from the pairs before it, in one pass; for causal models whose tokens come in turn."""
+    predicted from the pairs before it, in one pass; for causal models whose tokens come in turn and
+    for one recurrent layer."""
     first_position: bool = True
     """True: the loss at every position includes the first one, which has no pairs before it."""
     curriculum_every: int | None = None
@@ -169,7 +170,7 @@ LATER_FIELDS = {
         *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
         *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
         *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
-        "rms_norm",
+        *("rms_norm", "gates", "gate_start"),
     ),
     "train": (
         *("optimizer", "init_std", "shortest_context", "schedule", "clip_norm", "warm_up"),
@@ -232,10 +233,11 @@ class ExperimentConfig:
         most = model.longest_context
         rule = f"must be <= {most}, the most that {model.n_positions} positions allow"
         of_task.require("context_length", most is None or length <= most, rule)
-        causal = model.layout == "in_turn" and not model.context_only
-        rule = "must be 'query' for a model that is not causal with tokens in turn (model.layout"
-        rule += f" {model.layout!r}, context_only {json.dumps(model.context_only)})"
-        of_train.require("loss", causal or train.loss == "query", rule)
+        rule = "must be 'query' for a model that is neither causal with tokens in turn nor one recurrent"
+        rule += (
+            f" layer (model.layout {model.layout!r}, context_only {json.dumps(model.context_only)})"
+        )
+        of_train.require("loss", model.predicts_everywhere or train.loss == "query", rule)
         if self.trains_compiled:
             rule = "is not used in training one layer of plain attention"
             for name in UNUSED_BY_ONE_LAYER:

@@ -13,9 +13,22 @@ from mechinterp.fields import LARGEST, MAX_SIZE, Rules, set_checked
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
 """Scores of context-only models; `SCORES` are those of all others."""
-LINEAR = ("linear", "linear/L")
+OVER_PAIRS = "linear/pairs"
+"""Score of linear attention over the number of pairs L, whatever the number of keys: code of others also reads the query's
+token and still divides by L. A query that reads the context alone has L keys, so that this score is "linear/L"."""
+LINEAR = ("linear", "linear/L", OVER_PAIRS)
 """Scores of linear attention."""
+RECURRENT = ("gated", "delta", "gated_delta", "mesa")
+"""Rules of recurrent layers, whose heads write the pairs into a state one after the other."""
+FORGETTING = ("gated", "gated_delta", "mesa")
+"""Recurrent rules with a gate."""
+WRITING = ("delta", "gated_delta", "mesa")
+"""Recurrent rules with a strength of writing, beta."""
+GATES = ("constant", "token")
+GATE_START = 0.95
 NORMS = ("before", "after")
+MLP_NORM = "before_mlp"
+"""Place of a norm that MLPs alone read through."""
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
 LAYOUTS = ("pairs", "in_turn")
 
@@ -37,8 +50,9 @@ class ModelConfig:
     """Width of a head; None means d_model, or d_model / n_heads in context-only models."""
     score: str = "softmax"
     """Score function: attention weights are f(s_i) / sum_j f(s_j) with f = exp for "softmax" and f
-    as named otherwise. Linear attention has the weights C s_i ("linear") or C s_i / number of keys
-    ("linear/L")."""
+    as named otherwise. Linear attention has the weights C s_i ("linear"), C s_i / number of keys
+    ("linear/L") or, for keys other than the pairs, C s_i / number of pairs ("linear/pairs"). "gated", "delta", "gated_delta" and "mesa" are recurrent layers, whose heads write
+    the tokens into a state one after the other (`mechinterp.models.recurrence`)."""
     score_slope: float = 1.0
     """The constant C of "1+Cx", "(1+Cx)^2" and linear attention."""
     attend_to_self: bool = False
@@ -54,8 +68,8 @@ class ModelConfig:
     """Width of the residual stream, with a read-in W_in and a read-out W_U. None: the tokens (x, y)
     are the stream, of width d_x + d_y, and its y entries are the prediction."""
     norm: str | None = None
-    """Place of the layer norms: "before" attention and MLP, or "after" their outputs are added;
-    None means no norm."""
+    """Place of the layer norms: "before" attention and MLP, "before_mlp" alone, or "after" their
+    outputs are added; None means no norm."""
     final_norm: bool = False
     """True: a layer norm stands before the read-out."""
     norm_eps: float = 1e-5
@@ -83,6 +97,12 @@ class ModelConfig:
     d_read_in: int | None = None
     """Hidden width of an MLP that reads the tokens: W_in acts on activation(tokens W_read +
     b_read). None: W_in acts on the tokens."""
+    gates: str = "constant"
+    """Gates of a recurrent layer, sigmoid(stream W + b). "constant": b alone, one number per head.
+    "token": W too, so that every token has its own."""
+    gate_start: float = GATE_START
+    """Gate of every head at the start of training, in (0, 1]: the factor that is left of the state
+    after one token. Recurrent layers with a gate only."""
 
     def __post_init__(self) -> None:
         set_checked(self, "model")
@@ -95,8 +115,11 @@ class ModelConfig:
         slope = f"must lie within ±{LARGEST:g}"
         rules.require("score_slope", abs(self.score_slope) <= LARGEST, slope)
         scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
-        rules.one_of("score", scores)
-        rules.one_of("norm", (*NORMS, None))
+        # Attention to the pairs alone has this score as "linear/L".
+        other_keys = self.attend_to_self or (self.n_layers > 1 and not self.context_only)
+        scores += (OVER_PAIRS,) if other_keys and self.layout == "pairs" else ()
+        rules.one_of("score", (*scores, *RECURRENT))
+        rules.one_of("norm", (*NORMS, None) if self.d_mlp is None else (*NORMS, MLP_NORM, None))
         rules.one_of("activation", ACTIVATIONS)
         rules.one_of("layout", LAYOUTS)
         wide = self.d_model is not None
@@ -107,6 +130,25 @@ class ModelConfig:
         rules.require("rotary_base", self.rotary_base > 0, "must be > 0")
         turned = self.rotary_dim is None or not self.merged_qk
         rules.require("rotary_dim", turned, "must be null if merged_qk is true")
+        self._check_gates(rules)
+
+    def _check_gates(self, rules: Rules) -> None:
+        """Refuse gates outside (0, 1] and settings that recurrent layers, or all others, do not use."""
+        rules.one_of("gates", GATES)
+        rules.require("gate_start", 0 < self.gate_start <= 1, "must be in (0, 1]")
+        if self.recurrent:
+            rule = f"must be false for the recurrent score {self.score!r}"
+            rules.require("context_only", not self.context_only, rule)
+            rules.require("merged_qk", not self.merged_qk, rule)
+        rule = f"is not used by score {self.score!r}, which has no gate"
+        rules.require("gates", self.recurrent or self.gates == "constant", rule)
+        gated = self.score in FORGETTING
+        rules.require("gate_start", gated or self.gate_start == GATE_START, rule)
+
+    @property
+    def recurrent(self) -> bool:
+        """True if heads write the tokens into a state one after the other."""
+        return self.score in RECURRENT
 
     @property
     def attention_only(self) -> bool:
@@ -129,8 +171,16 @@ class ModelConfig:
             "MLPs": self.d_mlp is not None,
             "a read-in and read-out": self.d_model is not None,
             "positions": (self.n_positions, self.rotary_dim) != (None, None),
+            f"a recurrent layer ({self.score})": self.recurrent,
         }
         return next((part for part, has_it in parts.items() if has_it), None)
+
+    @property
+    def reads_y_alone(self) -> bool:
+        """True for one layer on tokens (x, y), attention or recurrent: only the y entries of its
+        output are read."""
+        parts = (self.norm, self.d_mlp, self.d_model, self.n_positions, self.rotary_dim)
+        return self.n_layers == 1 and set(parts) == {None} and not self.final_norm
 
     @property
     def one_attention(self) -> bool:
@@ -154,7 +204,17 @@ class ModelConfig:
         """True if several queries can share one pass: no token reads a query, or knows its place."""
         alone = self.context_only or self.n_layers == 1
         placed = (self.rotary_dim, self.n_positions) != (None, None)
-        return alone and not (placed or self.attend_to_self or self.layout == "in_turn")
+        variants = (self.attend_to_self, self.layout == "in_turn", self.recurrent)
+        return alone and not (placed or any(variants))
+
+    @property
+    def predicts_everywhere(self) -> bool:
+        """True if one pass predicts y at every x: a causal model of tokens in turn, or one recurrent
+        layer on pairs, whose state after each pair every later x can ask."""
+        if self.layout == "in_turn":
+            return not self.context_only
+        placed = (self.rotary_dim, self.n_positions) != (None, None)
+        return self.recurrent and self.n_layers == 1 and not (placed or self.attend_to_self)
 
     @property
     def trains_compiled(self) -> bool:
@@ -253,6 +313,8 @@ def _layer_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tupl
     names = ("W_QK", "W_V") if model.merged_qk else ("W_Q", "W_K", "W_V")
     shapes: dict[str, tuple[int, ...]] = {f"attn.{name}": wide for name in names}
     shapes["attn.W_O"] = (model.n_heads, d_head, width)
+    gates = gate_shapes(model, width, d_head)
+    shapes |= {f"attn.{name}": shape for name, shape in gates.items()}
     if model.biases:
         shapes |= {f"attn.{name}": (model.n_heads, d_head) for name in BIASES[:3]}
         shapes["attn.b_O"] = (width,)
@@ -262,5 +324,24 @@ def _layer_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tupl
             shapes |= {"mlp.b_in": (model.d_mlp,), "mlp.b_out": (width,)}
     if model.norm is not None:
         norms = ("ln1",) if model.d_mlp is None else ("ln1", "ln2")
+        norms = ("ln2",) if model.norm == MLP_NORM else norms
         shapes |= {f"{norm}.{name}": (width,) for norm in norms for name in ("w", "b")}
+    return shapes
+
+
+def gate_shapes(model: ModelConfig, width: int, d_head: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the gates, strengths of writing and ridge penalties of a layer; empty if it is not recurrent.
+
+    Example:
+        >>> gate_shapes(ModelConfig(n_heads=2, score="gated", gates="token"), 6, 6)
+        {'b_gate': (2,), 'W_gate': (2, 6)}
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rules in {"gate": FORGETTING, "beta": WRITING}.items():
+        if model.score in rules:
+            shapes[f"b_{name}"] = (model.n_heads,)
+            if model.gates == "token":
+                shapes[f"W_{name}"] = (model.n_heads, width)
+    if model.score == "mesa":
+        shapes["b_ridge"] = (model.n_heads, d_head)
     return shapes

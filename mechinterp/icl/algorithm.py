@@ -22,15 +22,20 @@ class PromptMoments:
     preconditioned gradient descent and the penalty of the posterior mean.
     """
 
+    scale: float
+    """Number of pairs relative to a fixed L_0 by which sums are divided; 1 if they are divided by the number of pairs."""
+
     def __init__(self, prompts: Prompts, task: TaskConfig) -> None:
         self.prompts = prompts.to(torch.float64)
         self.task = task
+        self.scale = 1.0
 
     def times(self, factor: float) -> "PromptMoments":
         """Moments with S and b times a factor; with factor L / L_0 they are sums over pairs divided by a fixed L_0."""
         scaled, (values, vectors) = PromptMoments(self.prompts, self.task), self._eigh
         scaled.S, scaled.b = factor * self.S, factor * self.b
         scaled._eigh = (factor * values, vectors)
+        scaled.scale = factor
         return scaled
 
     @property
@@ -75,6 +80,11 @@ class PromptMoments:
         """phi(S) x_query, for phi given at the eigenvalues."""
         vectors = self._eigh[1]
         return ((self.prompts.x_query[:, None] @ vectors * phi[:, None]) @ vectors.mT)[:, 0]
+
+    @property
+    def modes(self) -> tuple[Float[Tensor, "batch d_x"], Float[Tensor, "batch d_x d_x"]]:
+        """Eigenvalues and eigenvectors of S, smallest first."""
+        return self._eigh
 
     @cached_property
     def _eigh(self) -> tuple[Tensor, Tensor]:
@@ -143,6 +153,8 @@ class Algorithm:
     """True: the prediction is linear in the responses of the context."""
     along_pairs: bool = False
     """True: the learner takes the pairs one after another. False: the pairs are a set."""
+    contains: str = ""
+    """Label of the smaller algorithm that this one is for some scalars: if both explain a model, the smaller is its name."""
     equivariant: bool = True
     """True: rotating x and x_query together does not change the prediction."""
     covariates: Callable[..., Tensor] | None = None
@@ -371,6 +383,47 @@ def fit_algorithm(
         error, scalars = fit if fit[0] < (1 - CLEARLY) * error else (error, scalars)
     names = algorithm.names(n_layers)
     return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
+
+
+@torch.inference_mode(False)
+def scalar_errors(
+    algorithm: Algorithm,
+    moments: PromptMoments,
+    target: Float[Tensor, "batch d_y"],
+    scalars: Sequence[float] | Float[np.ndarray, " scalar"],
+    *,
+    n_layers: int = 1,
+) -> Float[np.ndarray, " scalar"]:
+    """Standard errors over prompts of scalars that are fitted to the last prediction.
+
+    Rests of the prompts are independent and may have any size: H^-1 (sum_i g_i g_i^T) H^-1 with H = J^T J and
+    g_i = J_i^T rest_i / (1 - leverage_i), nearly the jackknife over prompts.
+
+    Source:
+        MacKinnon and White 1985, Some heteroskedasticity-consistent covariance matrix estimators (HC3).
+    Example:
+        >>> from mechinterp.icl.algorithms import ALGORITHMS
+        >>> from mechinterp.icl.predictors import ridge
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> prompts = draw_prompts(TaskConfig(), 64, dtype=torch.float64)
+        >>> learner = next(each for each in ALGORITHMS if each.label == "ridge_like")
+        >>> moments = PromptMoments(prompts, TaskConfig())
+        >>> bool(scalar_errors(learner, moments, ridge(prompts, penalty=0.3), [0.3])[0] < 1e-9)
+        True
+    """
+    values = torch.as_tensor(np.asarray(scalars), dtype=torch.float64)
+
+    def difference(at: Tensor) -> Tensor:
+        return (algorithm.predictions(moments, at, n_layers)[-1] - target).flatten()
+
+    if not len(values):
+        return np.zeros(0)
+    J = _jacobian(difference, values)
+    rest = difference(values)
+    inverse = torch.linalg.pinv(J.mT @ J)
+    leverage = ((J @ inverse) * J).sum(1).unflatten(0, (len(target), -1)).sum(1).clamp(max=0.99)
+    by_prompt = (J * rest[:, None]).unflatten(0, (len(target), -1)).sum(1) / (1 - leverage)[:, None]
+    return (inverse @ by_prompt.mT @ by_prompt @ inverse).diagonal().clamp(min=0).sqrt().numpy()
 
 
 def _one_step(algorithm: Algorithm, moments: PromptMoments, n_layers: int) -> Tensor | None:

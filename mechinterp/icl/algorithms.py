@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, filtered, without_path
+from mechinterp.icl.along_pairs import ALONG_PAIRS
 from mechinterp.icl.predictors import dmmse
 
 
@@ -80,11 +81,48 @@ def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
     return filtered(moments, [phi] * n_layers)
 
 
+def _adaptive_ridge(
+    moments: PromptMoments, n_layers: int, low: Tensor, high: Tensor, odds: Tensor, beta_var: Tensor
+) -> Tensor:
+    """Ridge regressions at two penalties, mixed by the evidence of their noise levels penalty * beta_var.
+
+    X X^T has the eigenvalues L s, and |y|^2 falls into the parts L <v, b>^2 / s along its eigenvectors and the rest.
+    """
+    n_pairs, (s, vectors) = moments.context_length, moments.modes
+    y = moments.prompts.y
+    along = (vectors.mT @ moments.b).square()
+    seen = s > SEEN * s[:, -1:]
+    parts = torch.where(seen[..., None], n_pairs * along / s.clamp(min=1e-300)[..., None], 0.0)
+    rest = (y.square().sum(1) - parts.sum(1)).clamp(min=0)
+    logs = []
+    phi = []
+    for penalty in (low, high):
+        values = beta_var * (n_pairs * s.clamp(min=0) + penalty)
+        square = (parts / values[..., None]).sum(1) + rest / (beta_var * penalty)
+        beyond = n_pairs - s.shape[1]
+        logdet = values.log().sum(1) + beyond * (beta_var * penalty).log()
+        logs.append(-(square.sum(1) + y.shape[2] * logdet) / 2)
+        phi.append(1 / (s + penalty / n_pairs))
+    low_is_true = torch.sigmoid(logs[0] - logs[1] + odds.log())[:, None]
+    return filtered(moments, [low_is_true * phi[0] + (1 - low_is_true) * phi[1]] * n_layers)
+
+
 def _posterior_mean(moments: PromptMoments) -> Tensor:
     task = moments.task
     return dmmse(moments.prompts, pool=task.pool(), noise_var=task.noise_variance)
 
 
+def _penalties(moments: PromptMoments) -> tuple[float, float]:
+    """First penalties of adaptive ridge: those of the task's noise levels; of one level, ten times less and more."""
+    levels = [variance for variance, _ in moments.task.noise_levels]
+    if len(levels) > 1:
+        return min(levels) / moments.task.beta_variance, max(levels) / moments.task.beta_variance
+    penalty = moments.penalty or 0.1
+    return penalty / 10, 10 * penalty
+
+
+SEEN = 1e-12
+"""An eigenvalue below this fraction of the largest counts as 0."""
 ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
 SHRINKING = (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item()))
 
@@ -111,6 +149,7 @@ ALGORITHMS = (
         ),
         _gd_plus_plus,
         covariates=_shrunk_covariates,
+        contains="gradient_descent",
     ),
     Algorithm(
         "preconditioned gradient descent",
@@ -121,6 +160,7 @@ ALGORITHMS = (
         ),
         equivariant=False,
         step=_preconditioned_step,
+        contains="gradient_descent",
     ),
     Algorithm(
         "iterative Newton",
@@ -158,6 +198,7 @@ ALGORITHMS = (
         linear_in_y=False,
         equivariant=False,
         step=_shrinking_step,
+        contains="gradient_descent",
     ),
     Algorithm(
         "ridge",
@@ -168,6 +209,25 @@ ALGORITHMS = (
         has_path=False,
     ),
     Algorithm(
+        "adaptive ridge",
+        "adaptive_ridge",
+        (
+            Scalar("low", lambda moments: _penalties(moments)[0], where="once", lower=1e-9),
+            Scalar("high", lambda moments: _penalties(moments)[1], where="once", lower=1e-9),
+            Scalar("odds", lambda moments: 1.0, where="once", lower=1e-9),
+            Scalar(
+                "beta_var",
+                lambda moments: moments.task.beta_variance,
+                where="once",
+                lower=1e-9,
+            ),
+        ),
+        _adaptive_ridge,
+        has_path=False,
+        linear_in_y=False,
+        contains="ridge_like",
+    ),
+    Algorithm(
         "posterior mean of the pool",
         "posterior_mean",
         (),
@@ -176,5 +236,7 @@ ALGORITHMS = (
         linear_in_y=False,
         equivariant=False,
     ),
+    *ALONG_PAIRS,
 )
-"""Algorithms that can become a label; the posterior mean applies to tasks with a pool only."""
+"""Algorithms that can become a label; the posterior mean applies to tasks with a pool only, adaptive ridge to learners that
+are not linear in y, and the last ones to learners that take the pairs one after another."""

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig
+from mechinterp.config.model import LINEAR, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,7 +86,8 @@ def attention_pattern(
     Args:
         scores: Scores with the scale included; -inf masks a key.
         score: "softmax" (f = exp), "1+tanh", "1+Cx" or "(1+Cx)^2"; "linear" for C s_i, "linear/L" for
-            C s_i and "relu/L" for C max(s_i, 0) over the number of keys.
+            C s_i and "relu/L" for C max(s_i, 0) over the number of keys, "linear/pairs" for C s_i over the number of pairs.
+            Along the axis, masked keys included, stand all pairs and the query.
         slope: The constant C.
     Source:
         He et al. 2025, arXiv 2503.12734, section 5 (normalised activations, linear attention).
@@ -98,6 +100,8 @@ def attention_pattern(
         read = scores.masked_fill(masked, 0)
         if score == "linear":
             return slope * read
+        if score == OVER_PAIRS:
+            return slope / max(scores.shape[dim] - 1, 1) * read
         factor = slope / (~masked).sum(dim, keepdim=True).clamp_min(1).to(scores)
         return factor * (read.clamp_min(0) if score == "relu/L" else read)
     values = _values(scores, score, slope, dim)
@@ -118,6 +122,8 @@ def pattern_and_slope(
         return pattern, pattern
     if not is_normalised(score):
         factor = slope if score == "linear" else slope / max(scores.shape[dim], 1)
+        if score == OVER_PAIRS:
+            factor = slope / max(scores.shape[dim] - 1, 1)
         if score == "relu/L":
             return factor * scores.clamp_min(0), factor * (scores > 0).to(scores)
         return factor * scores, torch.full_like(scores, factor)
@@ -139,7 +145,7 @@ def is_normalised(score: str) -> bool:
         >>> [is_normalised(score) for score in ("softmax", "linear", "linear/L")]
         [True, False, False]
     """
-    return score not in ("linear", "linear/L", "relu/L")
+    return score not in (*LINEAR, "relu/L")
 
 
 def kernel_text(score: str, slope: float) -> str:
@@ -161,7 +167,7 @@ def kernel_text(score: str, slope: float) -> str:
 def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -> float:
     """L dp/ds at zero scores: the constant C0 that multiplies omega when omega is small.
 
-    For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" has C. "relu/L" has C/2,
+    For weights f(s_i) / sum_j f(s_j) with f(0) = 1 it is f'(0); "linear" has C L, "linear/L" and "linear/pairs" have C. "relu/L" has C/2,
     the mean of its two one-sided slopes: max(s, 0) = s/2 + |s|/2, and |s| averages out over x and -x.
 
     Example:
@@ -170,6 +176,7 @@ def score_derivative_at_zero(score: str, slope: float, *, context_length: int) -
     """
     derivatives = {"softmax": 1.0, "1+tanh": 1.0, "1+Cx": slope, "(1+Cx)^2": 2 * slope}
     over_length = {"linear": slope * context_length, "linear/L": slope, "relu/L": slope / 2}
+    over_length[OVER_PAIRS] = slope
     return (derivatives | over_length)[score]
 
 

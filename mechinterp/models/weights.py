@@ -17,7 +17,9 @@ from mechinterp.config.model import BIASES, of_each_layer, stacked_shapes, tenso
 from mechinterp.icl.prompts import ordinary
 from mechinterp.memory import require_memory
 
-HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3])
+GATE_TENSORS = ("W_gate", "b_gate", "W_beta", "b_beta", "b_ridge")
+"""Attention tensors of recurrent layers."""
+HEADS = ("W_Q", "W_K", "W_QK", "W_V", "W_O", *BIASES[:3], *GATE_TENSORS)
 """Attention tensors that have a head axis."""
 
 

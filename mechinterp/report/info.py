@@ -9,6 +9,7 @@ from mechinterp.checkpoints.native.folder import Outline
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.fields import flatten
+from mechinterp.report.grounds import doubts_in_words, in_words
 from mechinterp.report.text import wrapped
 from mechinterp.report.to_json import header
 
@@ -25,7 +26,7 @@ def info_document(source: "Checkpoint | Outline", *, hooks: bool = True) -> dict
     outline = source if isinstance(source, Outline) else _checkpoint(source).outline
     history, steps = source.history, source.steps
     document = {
-        **header(outline),
+        **header(source),
         "name": outline.name,
         "id": outline.config.id,
         "step": outline.step,
@@ -83,6 +84,10 @@ def info_text(document: dict) -> str:
     }
     if not known:  # the training of external weights is unknown
         card |= {"training": "", "seed": ""}
+        assumed = document["assumed"]
+        grounds = {ground: document.get(ground, {}) for ground in ("stated", "proven", "known")}
+        card |= {n: in_words(each, full=True) for n, each in ({"assumed": assumed} | grounds).items()}  # fmt: skip
+        card |= doubts_in_words(assumed, str(assumed.get("doubt", "")))
     lines = [wrapped(title, "  ")]
     lines += [wrapped(f"  {name:<10} {text}", " " * 11) for name, text in card.items() if text]
     hooks = document.get("hooks")

@@ -31,7 +31,7 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         "assumed": {**getattr(checkpoint, "assumed_and_doubt", checkpoint.assumed), **number},
-        **{n: dict(v) for n in BASES if (v := getattr(checkpoint, n, None))},
+        **{n: dict(v) for n in BASES if (v := checkpoint.grounds.get(n))},
         "n_layers": shape.n_layers,
         "n_heads": shape.n_heads,
         "d_x": task.d_x,

@@ -23,11 +23,12 @@ REPEATED = ONCE[torch.arange(256) % 16]
 def test_distinct_rows_have_other_pairs_another_order_of_pairs_or_another_query():
     turned = Prompts(**vars(ONCE) | {"x": ONCE.x.flip(1), "y": ONCE.y.flip(1)})
     queried = Prompts(**vars(ONCE) | {"x_query": ONCE.x_query.flip(0)})
-    together = [
-        torch.cat([getattr(each, name) for each in (ONCE, turned, queried, ONCE)])
-        for name in vars(ONCE)
-    ]
-    assert len(Prompts(*together).distinct()) == 48
+    together = {
+        name: torch.cat([getattr(each, name) for each in (ONCE, turned, queried, ONCE)])
+        for name, value in vars(ONCE).items()
+        if value is not None
+    }
+    assert len(Prompts(**together).distinct()) == 48
 
 
 DEEP = pytest.param("d4s1-linear-h4x5-l4-noise0.1-s0", marks=pytest.mark.slow)
@@ -82,6 +83,16 @@ def test_predictions_and_patterns_of_one_prompt_stay():
     assert np.isnan(patterns.entropy_sem).all()
     repeated = attention_patterns(MODEL, one[torch.zeros(64, dtype=int)])
     assert repeated.n_prompts == 64
+    assert np.isnan(repeated.entropy_sem).all()
+
+
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_entropies_have_an_error_from_8_distinct_prompts_on(n: int):
+    once = attention_patterns(MODEL, ONCE[:n])
+    repeated = attention_patterns(MODEL, ONCE[torch.arange(64) % n])
+    np.testing.assert_allclose(repeated.entropy, once.entropy, rtol=1e-6)
+    np.testing.assert_allclose(repeated.entropy_sem, once.entropy_sem, rtol=1e-5)
+    assert np.isfinite(once.entropy_sem).all() == (n == 8)
 
 
 def test_copies_of_one_prompt_get_no_label():

@@ -11,6 +11,7 @@ from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, without_path
 from mechinterp.icl.algorithms import ALGORITHMS
+from mechinterp.icl.along_pairs import ALONG_PAIRS
 from mechinterp.icl.predictors import ridge, vanilla_gd
 from mechinterp.icl.prompts import Prompts
 
@@ -73,13 +74,18 @@ def test_learners_along_the_pairs_are_asked_of_such_learners_alone() -> None:
         along_pairs=True,
     )
     members = (*ALGORITHMS, online)
-    assert Gate("batch", False).asked(members) == ALGORITHMS
+    batch = tuple(each for each in ALGORITHMS if not each.along_pairs)
+    assert Gate("batch", False).asked(members) == batch
     gate = Gate("online", True, {"eta": 0.1, "c": 2.0})
-    assert gate.asked(members) == (online,)
-    assert gate.asked(ALGORITHMS) == ALGORITHMS
+    contained = {"gradient_descent", "ridge_like"}
+    asked = gate.asked(members)
+    assert {each.label for each in asked if not each.along_pairs} == contained
+    assert asked[-4:] == (*ALONG_PAIRS, online)
+    none_along = tuple(each for each in batch if each.label not in contained)
+    assert gate.asked(none_along) == none_along
     moments = PromptMoments(sample_prompts(TASK, 8, seed=0), TASK)
     first = gate.first_scalars(members, moments)
-    assert set(first) == {"online"}
+    assert set(first) == {"online", "online_gd", "forgetting_gd"}
     assert first["online"].tolist() == [0.1, 1.0]
 
 
@@ -90,4 +96,4 @@ def test_names_are_gated_unless_the_pairs_are_a_set_to_rounding() -> None:
     along = name_algorithm(partial(delta_rule, eta=0.08, gate=0.95), task=TASK)
     assert along.measured.gate is not None
     assert along.measured.gate.reading == "online"
-    assert along.label == "undetermined"
+    assert along.label == "online_gd"

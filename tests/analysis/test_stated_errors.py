@@ -5,6 +5,7 @@ A ratio is the spread of an estimate over seeds, divided by the root mean square
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from analyses.lib.coefficient_snapshots import coefficient_snapshots
+from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.multi_layer.naming import name_algorithm
@@ -238,21 +240,26 @@ def stated(result: object, path: str = "") -> dict[str, np.ndarray]:
     if isinstance(result, pd.DataFrame):
         pairs = {name: f"{name}_sem" for name in result if f"{name}_sem" in result}
         return {f"{path}{n}": result[[n, sem]].to_numpy(float).T for n, sem in pairs.items()}
+    found = {}
     if isinstance(result, Mapping):
         inner = [(str(name), value) for name, value in result.items()]
+        pairs = {name: f"{name}_sem" for name in result if f"{name}_sem" in result}
+        for name, sem in pairs.items():
+            found[f"{path}{name}"] = np.array([result[name], result[sem]], dtype=float)
     elif isinstance(result, tuple):
         inner = [(str(index), value) for index, value in enumerate(result)]
     elif is_dataclass(result):
         inner = [(each.name, getattr(result, each.name)) for each in fields(result)]
     else:
         return {}
-    found = {}
     for name in dir(result) if is_dataclass(result) else ():
         estimate = "estimate" if name == "sem" else name.removesuffix("_sem")
-        if name.endswith("sem") and name != estimate and hasattr(result, estimate):
-            pair = [getattr(result, estimate), getattr(result, name)]
-            if not any(map(callable, pair)):
-                found[f"{path}{estimate}"] = np.array(pair, dtype=float)
+        if name.endswith("sem") and name != estimate and estimate in dir(result):
+            # A property of another kind of result: Shapley values have no rise.
+            with suppress(ValueError):
+                pair = [getattr(result, estimate), getattr(result, name)]
+                if not any(map(callable, pair)):
+                    found[f"{path}{estimate}"] = np.array(pair, dtype=float)
     for name, value in inner:
         found |= stated(value, f"{path}{name}.")
     return found
@@ -342,6 +349,17 @@ def test_every_column_of_a_table_with_an_error_is_compared():
             columns = [str(column) for column in table.frame.columns]
             stated_here = {c.removesuffix("_sem") for c in columns if c.endswith("_sem")}
             assert stated_here <= fields_compared
+
+
+def test_interactions_and_shapley_values_are_compared():
+    """Of an ablation the contrasts are arrays by name, in results within results."""
+    result = ablate(softmax(), n_prompts=32)
+    found = stated(result)
+    assert {path.split(".")[-1] for path in found} >= {"rise", "shapley", "risk", "full_risk"}
+    pair = stated(ablate(layers(), what="pairs", n_prompts=32))
+    interaction, sem = pair["columns.interaction"]
+    assert len(interaction) == 15
+    assert (sem > 0).all()
 
 
 def test_an_error_that_is_wrong_by_half_is_found():

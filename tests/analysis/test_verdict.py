@@ -20,7 +20,7 @@ from mechinterp.analysis.classified import (
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
-from mechinterp.analysis.multi_layer.naming import LARGER
+from mechinterp.analysis.multi_layer.naming import CONTAINED
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.label_rules import Check
@@ -139,7 +139,7 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     # GD++, preconditioned descent and ISTA contain gradient descent, and so predict as well.
     names = {label: each.name for label, each in LAYERED.items()}
     alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]
-    assert {names[label] for label in LARGER & set(found.algorithm.members)} <= set(alike)
+    assert {names[label] for label in set(CONTAINED) & set(found.algorithm.members)} <= set(alike)
     assert found.verdict.is_not.split(",")[0] in set(names.values()) - set(alike)
 
 

@@ -74,6 +74,26 @@ class Grouped(Attention):
         return self.q_proj.weight[own].T, W_k, W_v, self.o_proj.weight[:, own].T
 
 
+class ContextKeys(Grouped):
+    """Shared keys and values of the context alone: the last token is cut off."""
+
+    causal = False
+
+    def forward(self, x):
+        q = split(self.q_proj(x), HEADS)
+        k, v = split(self.k_proj(x), self.groups), split(self.v_proj(x), self.groups)
+        k, v = (part[:, :, :-1].repeat_interleave(HEADS // self.groups, dim=1) for part in (k, v))
+        return self.o_proj(joined((q @ k.mT / math.sqrt(EACH)).softmax(-1) @ v))
+
+    def pattern(self, x, head):
+        W_q, W_k, *_ = self.parts(head)
+        return torch.softmax((x @ W_q) @ (x[:, :-1] @ W_k).mT * self.scale, -1)
+
+    def written(self, x, head):
+        *_, W_v, W_o = self.parts(head)
+        return self.pattern(x, head) @ (x[:, :-1] @ W_v) @ W_o
+
+
 class LinearAttention(Attention):
     """No softmax: q.k over the number of pairs; `strict` reads earlier tokens only."""
 

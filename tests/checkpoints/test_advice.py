@@ -72,6 +72,21 @@ def test_an_unread_tensor_is_dropped_as_the_message_says(tmp_path: Path, name: s
     assert load(file, **(HINTS | options)).assumed["unused"] == [name]
 
 
+def test_only_what_looks_like_a_mask_is_dropped_as_one(tmp_path: Path):
+    squares = {"bool": torch.ones(6, 6, dtype=torch.bool).tril(), "ones": torch.ones(1, 6, 6).tril(), "inf": torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, -torch.inf)}  # fmt: skip
+    for kind, mask in squares.items():
+        checkpoint = load(saved(tmp_path, STATE | {f"attn.{kind}": mask}), **HINTS, map={kind: "mask"})  # fmt: skip
+        assert_same_circuits(checkpoint.weights, HEADS)
+        assert checkpoint.assumed["unused"] == [f"attn.{kind}"]
+    others = {"matrix": torch.randn(6, 6), "vector": torch.ones(6), "flags": torch.ones(6, dtype=torch.bool), "wide": torch.ones(2, 6)}  # fmt: skip
+    for kind, tensor in others.items():
+        file = saved(tmp_path, STATE | {f"attn.temperature_{kind}": tensor})
+        message = refusal(file, map={f"temperature_{kind}": "mask"})
+        assert "must be squares" in message
+        assert_plain(file, **options_in(message))
+    assert "must be squares" in refusal(file, map={"q_proj.weight": "mask"})
+
+
 def test_no_known_name_is_offered_for_a_vector(tmp_path: Path):
     for name in ("scaler.weight", "attn.temperature"):
         message = refusal(saved(tmp_path, STATE | {name: torch.ones(4)}))
@@ -171,15 +186,6 @@ def test_a_tensor_without_a_name_gets_one(tmp_path: Path):
     assert sizes == [4, 5]
     for d_x in sizes:
         torch.testing.assert_close(load(cured, d_x=d_x).weights.QK[0, :d_x, :d_x], W.mT[:d_x, :d_x])
-
-
-def test_the_run_of_another_code_is_written_as_its_last_matrices(tmp_path: Path):
-    steps = [torch.randn(1, 1, 2, 5, 5) for _ in range(3)]
-    run = {"hist_dict": {("adam", 0): steps}}
-    file = saved(tmp_path, run)
-    cured = run_code_in(refusal(file), file, run=run, key=("adam", 0))
-    QK = load(cured, d_x=4).weights.QK
-    torch.testing.assert_close(QK.reshape(5, 5), steps[-1][0, 0, 1])
 
 
 # Folders and files of several files.
@@ -286,9 +292,28 @@ def test_a_perceptron_is_named_as_a_model_without_attention(tmp_path: Path, name
     sizes = [(8, 4), (8, 8), (1, 8)]
     state = {f"{n}.weight": torch.randn(*size) for n, size in zip(names, sizes, strict=False)}
     message = refusal(saved(tmp_path, state))
-    assert "attention" in message
+    assert_needs_attention(message)
+
+
+def test_a_perceptron_with_a_square_matrix_is_one_too(tmp_path: Path):
+    mlp = {"mlp.W_in": torch.randn(8, 3), "mlp.W_out": torch.randn(3, 8), "mlp.basis": torch.eye(3)}
+    assert_needs_attention(refusal(saved(tmp_path, mlp)))
+
+
+def assert_needs_attention(message: str) -> None:
+    """No advice, since neither names nor a hooked module help."""
+    assert "must have attention" in message
     assert "--map" not in message
     assert "hook_module" not in message
+
+
+def test_positions_as_lists_of_coefficients_are_named(tmp_path: Path):
+    """Attention whose relative positions are vectors C and factors a."""
+    state = {f"W_{x}": torch.randn(3, 3, 3) for x in "QKV"}
+    state |= {"C_list": torch.randn(2, 7), "a_list": torch.randn(2), "W_before": torch.randn(9, 3)}
+    message = refusal(saved(tmp_path, state))
+    assert "relative positions" in message
+    assert "--map" not in message
 
 
 def test_words_get_no_advice(tmp_path: Path):

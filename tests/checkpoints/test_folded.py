@@ -1,7 +1,9 @@
 """Pruned, normed and adapted weights, packed heads and the code of Ahn et al., each compared with the plain weights."""
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+from mechinterp.checkpoints.foreign.folded import folded
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of
-from tests.checkpoints.files import assert_refused, loaded, saved
+from mechinterp.models.weights import Weights
+from tests.checkpoints.files import assert_refused, assert_same_circuits, loaded, saved
 from tests.checkpoints.foreign_files import LAYOUTS, State, random_heads
 from tests.checkpoints.recordings import recorded
 
@@ -55,12 +59,31 @@ def spectral(module: nn.Linear) -> None:
     parametrizations.spectral_norm(module)
 
 
-@pytest.mark.parametrize("change", [pruned, normed, old_normed, spectral])
+def old_spectral(module: nn.Linear) -> None:
+    """By the old torch.nn.utils.spectral_norm, whose vectors are buffers."""
+    nn.utils.spectral_norm(module)
+    module(torch.randn(2, module.in_features))  # a step of its power iteration
+
+
+def of_one_length(module: nn.Linear) -> None:
+    """weight_norm with one length for the whole matrix."""
+    parametrizations.weight_norm(module, dim=None)
+    with torch.no_grad():
+        module.parametrizations.weight.original0.mul_(1.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:DeprecationWarning")
+@pytest.mark.parametrize(
+    "change", [pruned, normed, of_one_length, old_normed, spectral, old_spectral]
+)
 def test_a_changed_weight_is_folded(tmp_path: Path, change: Callable[[nn.Linear], None]):
     made = modules()
     for module in made.values():
         change(module)
     made.eval()
+    for module in made.values():
+        module(torch.zeros(1, module.in_features))  # the old tools make the weight when it runs
     plain = {f"attn.{name}.weight": module.weight.detach() for name, module in made.items()}
     assert not torch.equal(plain["attn.q_proj.weight"], STATE["attn.q_proj.weight"])
     expected = loaded(tmp_path, plain, **ALONE).weights
@@ -68,6 +91,43 @@ def test_a_changed_weight_is_folded(tmp_path: Path, change: Callable[[nn.Linear]
     actual = loaded(tmp_path, state, **ALONE).weights
     torch.testing.assert_close(actual.QK, expected.QK)
     torch.testing.assert_close(actual.OV, expected.OV)
+
+
+def test_rows_of_one_entry_keep_a_length_each():
+    direction, length = torch.tensor([[2.0], [-4.0]]), torch.tensor([[3.0], [5.0]])
+    state = {"q.weight_g": length, "q.weight_v": direction}
+    assert folded(state, {})["q.weight"].tolist() == [[3.0], [-5.0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*_norm:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("change", "gone"),
+    [
+        (nn.utils.spectral_norm, "weight_v"),
+        (nn.utils.weight_norm, "weight_v"),
+        (pruned, "weight_mask"),
+        (parametrizations.spectral_norm, "parametrizations.weight.0._u"),
+        (parametrizations.weight_norm, "parametrizations.weight.original1"),
+    ],
+)
+def test_a_changed_weight_that_lacks_a_tensor_names_the_tool_that_writes_the_plain_one(
+    tmp_path: Path, change: Callable[[nn.Linear], object], gone: str
+):
+    made = modules()
+    change(made["q_proj"])
+    made["q_proj"].eval()(torch.zeros(1, made["q_proj"].in_features))
+    weight = made["q_proj"].weight.detach().clone()
+    state = {f"attn.{n}": t for n, t in made.state_dict().items() if n != f"q_proj.{gone}"}
+    message = assert_refused("changed weight", loaded, tmp_path, state, **ALONE)
+    assert "--map" not in message
+    calls = re.findall(r"(torch\.nn\.utils\.[\w.]+\(.*?\))", message)
+    for call in calls if change is not pruned else calls[1:]:
+        if change is pruned or "prune" not in call:
+            eval(call, {"torch": torch, "module": made["q_proj"]})
+    cured = {f"attn.{name}": tensor for name, tensor in made.state_dict().items()}
+    torch.testing.assert_close(cured["attn.q_proj.weight"], weight)
+    assert_same_circuits(loaded(tmp_path, cured, **ALONE).weights, loaded(tmp_path, {f"attn.{n}.weight": m.weight.detach() for n, m in made.items()}, **ALONE).weights)  # fmt: skip
 
 
 def test_a_lora_is_added_with_the_scale_of_its_config(tmp_path: Path):
@@ -156,10 +216,38 @@ def test_allparam_predicts_as_its_code_does(tmp_path: Path, n_layers: int, n_hea
     expected = linear_transformer(every.double(), prompts.x, prompts.y[..., 0], prompts.x_query)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert_refused("d_x must be", loaded, tmp_path, {"allparam": every})
+    predict = partial(linear_transformer, every)
+    batch = recorded(tmp_path / "batch.npz", predict, d_x=3, length=8)
+    proof = load(saved(tmp_path, {"allparam": every}), d_x=3, predictions=batch)
+    assert "exactly" in str(proof.proven["predictions"])
+    assert "undetermined" not in proof.assumed
     if n_heads == 1:
         apart = {f"layers.{i}.{x}": every[i, 0, j] for i in range(n_layers) for j, x in enumerate("PQ")}  # fmt: skip
         other = loaded(tmp_path, apart, d_x=3).weights.to(torch.float64)
         torch.testing.assert_close(predictor_of(other).predict(prompts), ours)
+
+
+def test_the_last_matrices_of_a_run_are_read(tmp_path: Path):
+    """As the code of Ahn et al. saves its runs: lists of matrices by the settings of a run."""
+    runs = {("adam", n): [torch.randn(2, 1, 2, 4, 4) for _ in range(3)] for n in range(2)}
+    other = loaded(tmp_path, {"allparam": runs["adam", 1][-1]}, d_x=3).weights
+    one = loaded(
+        tmp_path, {"hist_dict": {(0,): runs["adam", 1]}, "loss_dict": {(0,): [0.5]}}, d_x=3
+    )
+    assert_same_circuits_of_layers(one.weights, other)
+    assert one.assumed["weights"] == "the last of 3 that were saved"
+    file = saved(tmp_path, {"hist_dict": runs})
+    named = re.search(r"such as --weights (\S+) ", assert_refused("2 runs", load, file, d_x=3))
+    assert named is not None
+    assert named[1] == "adam,0"
+    assert_same_circuits_of_layers(load(file, d_x=3, weights="adam,1").weights, other)
+    assert_refused("one of adam,0, adam,1", load, file, d_x=3, weights="sgd")
+
+
+def assert_same_circuits_of_layers(actual: Weights, expected: Weights) -> None:
+    assert actual.by_name.keys() == expected.by_name.keys()
+    for name, tensor in expected.by_name.items():
+        torch.testing.assert_close(actual.by_name[name], tensor)
 
 
 # Word models, and refusals whose offers help.
@@ -200,6 +288,28 @@ def test_an_embedding_that_reads_numbers_is_a_read_in_whatever_its_name(
     )
 
 
+def test_a_matrix_of_numbers_under_the_name_of_words_is_read_once_that_is_stated(tmp_path: Path):
+    """W_E [entries, width], as HookedTransformer orders it, may be a table of as many words."""
+    ends = {"read_in.weight": torch.randn(8, 4), "read_out.weight": torch.randn(1, 8)}
+    expected = loaded(tmp_path, of_a_stream(8, ends), **IN_STREAM)
+    lens = {"embed.W_E": ends["read_in.weight"].T, "unembed.W_U": ends["read_out.weight"].T}
+    file = saved(tmp_path, of_a_stream(8, {n: t.contiguous() for n, t in lens.items()}))
+    message = assert_refused("reads numbers", load, file, **IN_STREAM)
+    option = re.search(r"--map (\S+)=(\w+)", message)
+    assert option is not None
+    actual = load(file, **IN_STREAM, map={option[1]: option[2]})
+    assert actual.task.d_x == 3
+    prompts = draw_prompts(expected.task, 32)
+    torch.testing.assert_close(
+        predictor_of(actual.weights).predict(prompts),
+        predictor_of(expected.weights).predict(prompts),
+    )
+    turned = of_a_stream(8, {"embed.W_E": ends["read_in.weight"], "unembed.W_U": lens["unembed.W_U"]})  # fmt: skip
+    assert loaded(tmp_path, turned, **IN_STREAM).task.d_x == 3
+    words = {"embed.W_E": torch.randn(4, 8), "unembed.W_U": torch.randn(8, 3)}
+    assert "--map" not in assert_refused("word tokens", loaded, tmp_path, of_a_stream(8, words), n_heads=2)  # fmt: skip
+
+
 def test_a_table_with_an_output_for_each_row_is_one_of_words(tmp_path: Path):
     for n_words in (8, 50):
         ends = {"tok_emb.weight": torch.randn(n_words, 8), "head.weight": torch.randn(n_words, 8)}
@@ -219,11 +329,3 @@ def test_a_table_of_words_beside_a_read_in_is_named_as_unused(tmp_path: Path):
         predictor_of(actual.weights).predict(prompts),
         predictor_of(expected.weights).predict(prompts),
     )
-
-
-def test_no_known_name_is_offered_where_no_matrix_of_attention_is_left(tmp_path: Path):
-    mlp = {"mlp.W_in": torch.randn(8, 3), "mlp.W_out": torch.randn(3, 8), "mlp.basis": torch.eye(3)}
-    refused = assert_refused("mlp.basis", loaded, tmp_path, mlp)
-    assert "--map" not in refused
-    assert "hook_module" in refused
-    assert_refused("allparam", loaded, tmp_path, {"hist_dict": {(0,): [torch.ones(1, 1, 2, 3, 3)]}})

@@ -34,6 +34,7 @@ STACKS = {
     "grouped": lambda: Stack(*(strange.Grouped() for _ in TWO), norm=True),
     "grouped, fused": lambda: Stack(*(strange.Grouped("is_causal") for _ in TWO)),
     "fused, masks": lambda: Stack(strange.Grouped("boolean"), strange.Grouped("additive")),
+    "context keys": lambda: Stack(*(strange.ContextKeys() for _ in TWO), norm=True),
     "linear": lambda: Stack(*(strange.LinearAttention() for _ in TWO), norm=True),
     "strict linear": lambda: Stack(strange.LinearAttention(strict=True)),
     "torch": lambda: Stack(*(strange.Torchs() for _ in TWO)),
@@ -140,7 +141,7 @@ def test_queries_keys_values_and_scores_are_the_products_of_the_weights(kind, pr
             assert (hooked.predict(prompts) - full).abs().max() > 1e-4, point
 
 
-@pytest.mark.parametrize("kind", ["grouped", "grouped, fused"])
+@pytest.mark.parametrize("kind", ["grouped", "grouped, fused", "context keys"])
 @pytest.mark.parametrize("point", ["hook_k", "hook_v"])
 def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, point, prompts):
     (stack, hooked), head = hooked_stack(kind), 1
@@ -159,7 +160,7 @@ def test_keys_and_values_that_heads_share_are_changed_for_one_of_them(kind, poin
     if point == "hook_v":
         written[head] = 0.5 * written[head]
     else:
-        half = strange.Grouped().double()
+        half = type(block.attention)().double()
         half.load_state_dict(block.attention.state_dict())
         half.q_proj.weight.data *= 0.5  # half the key is half the query
         written[head] = half.written(read, head)
@@ -259,17 +260,26 @@ class Bare(nn.Module):
         return self.o(torch.sigmoid(self.q(x) @ self.k(x).mT) @ self.v(x))
 
 
-def test_what_has_no_softmax_or_more_keys_than_there_are_shows_no_pattern(prompts):
-    hooked = hook_module(random(Stack(strange.WithSink())), task=TASK)
+def test_what_has_no_softmax_or_more_keys_than_there_are_has_an_exact_pattern_and_no_hook_on_it(
+    prompts,
+):
+    sink = random(Stack(strange.WithSink()))
+    hooked = hook_module(sink, task=TASK)
     assert "over 8 keys" in hooked.model.unfollowed[0]
     assert ablate(hooked, prompts, what="heads").rise.shape == (1, HEADS)
     bare = hook_module(Bare().double(), heads=2, task=TASK)
     # One layer without a module of its own is the module.
     assert predictor_of(bare).streams(prompts).shape == (2, len(prompts), 1, 4)
     assert not any(f"blocks.0.attn.{point}" in bare.model.hook_dict for point in POINTS)
-    for each, words in ((hooked, "hook_pattern"), (bare, "it has no softmax")):
-        with pytest.raises(ValueError, match=words):
-            attention_patterns(each, prompts)
+    own = bare.model.module
+    weights = torch.sigmoid(own.q(prompts.tokens) @ own.k(prompts.tokens).mT)[:, -1]
+    found = attention_patterns(bare, prompts, shown=len(prompts)).pattern
+    for head in range(2):
+        np.testing.assert_allclose(found[:, head], weights.numpy(force=True), rtol=1e-10)
+    # The sink, one more key without a value, takes the rest.
+    sums = attention_patterns(hooked, prompts).pattern.sum(2)
+    assert (sums > 0).all()
+    assert (sums < 1).all()
 
 
 class AllParameters(strange.Parameters):

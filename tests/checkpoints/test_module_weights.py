@@ -1,5 +1,7 @@
 """Hooked modules whose state dict is read and proven by the module's own predictions: labels, circuits, edits, and what stays unproven."""
 
+import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +21,16 @@ from mechinterp import (
 )
 from mechinterp.checkpoints.foreign.recorded import EXACT
 from mechinterp.checkpoints.module_function import deviation
-from mechinterp.checkpoints.module_weights import _recordings, _renumbered, proven_weights
+from mechinterp.checkpoints.module_weights import (
+    MOST_READINGS,
+    _recordings,
+    _renumbered,
+    by_weights,
+    proof_of,
+    proven_weights,
+)
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from tests.checkpoints import strange_modules as strange
 from tests.checkpoints.strange_modules import Grouped, Rotary, Stack, random
 from tests.checkpoints.test_wrapped_modules import Int8, Lora, Pairs, wrapped
 from tests.models.test_layered_models import garg
@@ -31,6 +41,8 @@ WIDE = TaskConfig(d_x=5)
 
 class Own(nn.Module):
     """One layer of attention as a stranger writes it, the query reads the context; linear over L, or softmax of given scale."""
+
+    factor: float | torch.Tensor = 1.0
 
     def __init__(
         self, width: int = 4, heads: int = 1, *, softmax: bool = False, bent: bool = False
@@ -47,10 +59,23 @@ class Own(nn.Module):
             part(x)[:, :-1].unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
             for part in (self.k_proj, self.v_proj)
         )
-        scores = q @ k.mT
+        scores = self.factor * q @ k.mT
         pattern = torch.softmax(scores, -1) if self.softmax else scores / k.shape[2]
         y = self.o_proj((pattern @ v).transpose(1, 2).flatten(2))[:, -1, -1:]
         return y + 0.3 * y.sin() if self.bent else y
+
+
+class Tempered(Own):
+    """A trained factor on the scores, and a stored mask that nothing uses."""
+
+    def __init__(self, *sizes, **settings):
+        super().__init__(*sizes, **settings)
+        self.log_temperature = nn.Parameter(torch.zeros(()))
+        self.register_buffer("causal", torch.ones(7, 7).tril())
+
+    @property
+    def factor(self):
+        return self.log_temperature.exp()
 
 
 def with_circuits(module: Own, omega: list[float], mu: list[float]) -> Own:
@@ -100,6 +125,10 @@ def encoder(**settings) -> nn.Module:
     return random(nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 1)))
 
 
+def of(make, number: int = 2) -> list[nn.Module]:
+    return [make() for _ in range(number)]
+
+
 class OfPairs(nn.Module):
     """Garg's GPT-2, called with tokens; it reads x and y in turn."""
 
@@ -121,7 +150,27 @@ KINDS = {
     "GPT-2": OfPairs,
     "one layer": lambda: random(Own(4, 2)),
     "softmax": lambda: random(Own(4, 3, softmax=True)),
+    "of xs and ys": lambda: random(Pairs()),
+    "linear, n - 1 of n keys": lambda: random(Stack(*of(strange.LinearAttention), norm=True)),
+    "strict linear": lambda: random(Stack(*of(lambda: strange.LinearAttention(strict=True)))),
+    "context keys": lambda: random(Stack(*of(strange.ContextKeys))),
+    "norm of the MLP alone": lambda: random(Stack(*of(Grouped))),
+    "rotary": lambda: random(Stack(*of(Rotary), norm=True)),
+    "looped rotary": lambda: random(Stack(Rotary(), runs=3, norm=True)),
+    "torch, positions first": lambda: random(Stack(*of(lambda: strange.Torchs(False)))),
+    "parameters": lambda: random(Stack(*of(strange.Parameters))),
+    "a module for each head": lambda: random(Stack(*of(strange.Heads))),
+    "temperature": lambda: random(Tempered(4, 3, softmax=True)),
+    "three layers": lambda: random(Stack(Grouped(), Grouped(), Grouped("is_causal"))),
 }
+
+
+UNPROVEN = [
+    lambda: Own(4, bent=True),
+    lambda: Stack(strange.Differential(), strange.Differential()),
+    lambda: Stack(strange.WithSink()),
+    lambda: Stack(Grouped(), strange.Parameters(), Grouped()),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,12 +187,102 @@ def test_proven_weights_predict_like_the_module_whole_and_with_heads_masked(kind
             assert deviation(theirs[0], theirs[0] + one - other) <= EXACT
 
 
-@pytest.mark.parametrize("make", [Pairs, lambda: Own(4, bent=True), lambda: Stack(Rotary())])
+@pytest.mark.parametrize("make", UNPROVEN)
 def test_modules_that_no_reading_predicts_have_no_weights_by_name(make):
-    """A module of xs and ys without a norm, a bent prediction, and an MLP whose norm has no partner."""
+    """A bent prediction, differential attention, a softmax with a sink, and layers that read different keys."""
     hooked = hook_module(random(make()), task=TASK)
-    assert proven_weights(hooked) is None
-    assert predictor_of(hooked).weights is None
+    found = proof_of(hooked)
+    assert found.weights is proven_weights(hooked) is predictor_of(hooked).weights is None
+    assert found.why
+    assert not found.readings
+
+
+@pytest.mark.parametrize("make", UNPROVEN)
+def test_a_failed_proof_is_bounded_in_readings_and_costs_less_than_a_second(make):
+    hooked = hook_module(random(make()), task=TASK)
+    found, start = proof_of(hooked), time.process_time()
+    again = proof_of(hooked)
+    assert time.process_time() - start < 1
+    assert found.why == again.why
+    tried = re.search(r"(\d+) readings? tried", found.why)
+    assert tried is None or int(tried[1]) <= MOST_READINGS
+
+
+class Shares(Own):
+    """Heads of equal queries, keys and values, whose outputs are multiplied by fixed numbers."""
+
+    def __init__(self, shares: list[float]):
+        super().__init__(4, len(shares))
+        self.register_buffer("shares", torch.tensor(shares).repeat_interleave(4))
+        self.o_proj.register_forward_pre_hook(lambda _, args: (args[0] * self.shares,))
+
+
+def test_heads_that_are_numbered_otherwise_get_the_modules_numbers():
+    """Parts .2, .3, .5 of the file are .3, .2, .5 in the module, so that the whole predictions agree."""
+    module = with_circuits(Shares([1.5, 2 / 3, 1.0]), [1.0] * 3, [0.2, 0.3, 0.5])
+    hooked = hook_module(module, task=TASK)
+    np.testing.assert_allclose(circuits(hooked).mu[0, :, 0], [0.3, 0.2, 0.5], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "proven"), [(1.0005, True), (1.02, False), (1.5, False)])
+def test_a_head_that_is_subtly_different_is_not_called_proven(share, proven):
+    """One head gives to the other, so that the whole predictions agree; the limit is 1e-3 of their standard deviation."""
+    module = with_circuits(Shares([share, 2 - share, 1.0]), [1.0] * 3, [0.25, 0.25, 0.5])
+    found = proof_of(hook_module(module, task=TASK))
+    assert bool(found.readings) is proven
+    assert proven or "each head masked" in found.why
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.5])
+def test_a_head_of_another_scale_is_not_proven(factor):
+    """The file does not show the factor on the queries of head 0."""
+
+    class Scaled(Own):
+        def forward(self, x):
+            rows = torch.ones(12)
+            rows[:4] = factor
+            hook = self.q_proj.register_forward_hook(lambda _, args, output: output * rows)
+            try:
+                return super().forward(x)
+            finally:
+                hook.remove()
+
+    assert proven_weights(hook_module(random(Scaled(4, 3, softmax=True)), task=TASK)) is None
+
+
+def one_length(module: Own) -> Own:
+    def require(_, args):
+        if args[0].shape[1] != TASK.context_length + 1:
+            raise ValueError("7 tokens are needed")
+
+    module.register_forward_pre_hook(require)
+    return module
+
+
+def test_a_module_of_one_length_leaves_the_division_open_and_its_label_stands():
+    """1/L is a fixed number there; both readings are named, and both are a step of gradient descent."""
+    module = one_length(with_circuits(Own(4), [1.0], [0.8]))
+    hooked = hook_module(module, task=TASK)
+    found = proof_of(hooked)
+    assert {each.tried["score"] for each in found.readings} == {"linear", "linear/L"}
+    (scores, scales) = found.open
+    assert scores == "--score linear/L or --score linear"
+    assert "--scale 1" in scales
+    assert classify(hooked).label == "linear_gd"
+    assert len(by_weights(hooked).readings) == 2
+
+
+def test_proven_readings_of_different_labels_leave_the_module_undetermined():
+    """The second reading has no circuits; the setting that decides is named."""
+    hooked = hook_module(one_length(with_circuits(Own(4), [1.0], [0.8])), task=TASK)
+    predictor = by_weights(hooked)
+    first, second = predictor.readings
+    other = replace(
+        second, build=lambda: second.build().with_tensors({"attn.W_O": 0 * second.weights.W_O})
+    )
+    found = classify(replace(predictor, readings=(first, other)))
+    assert found.label == "undetermined"
+    assert "--score" in found.reason
 
 
 def test_heads_get_the_numbers_of_the_module_and_must_be_masked_alike():

@@ -158,3 +158,27 @@ def test_two_layers_of_parameters_per_head_with_an_embedding_are_proven(tmp_path
     assert checkpoint.weights.n_layers == 2
     assert checkpoint.proven
     assert_theirs(checkpoint, predict)
+
+
+def test_one_layer_that_runs_twice_over_the_context_alone_is_proven(tmp_path: Path):
+    """Keys are those of the context for every token, which counts as soon as the layer runs again."""
+    width = 6
+    read_in, read_out = drawn(width, WIDTH, seed=60) / 2, drawn(1, width, seed=61)
+    made = {x: drawn(width, width, seed=62 + i) / 3 for i, x in enumerate("qkvo")}
+
+    def predict(x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+        stream = tokens_of(x, y, x_query) @ read_in.mT
+        for _ in range(2):
+            q, k, v = (stream @ made[n].mT for n in "qkv")
+            scores = q @ k[:, :-1].mT / (stream.shape[1] - 1)
+            stream = stream + scores @ v[:, :-1] @ made["o"].mT
+        return stream[:, -1] @ read_out.mT
+
+    state = {f"loop.mixer.to_{x}.weight": tensor for x, tensor in made.items() if x != "o"}
+    state |= {"loop.mixer.to_out.weight": made["o"], "input_proj.weight": read_in, "head.weight": read_out}  # fmt: skip
+    files = [recorded(tmp_path / f"{n}.npz", predict, d_x=D_X, length=n) for n in (LENGTH, 5)]
+    checkpoint = load(saved(tmp_path, state), n_heads=1, predictions=files)
+    assert checkpoint.proven["model.passes"] == 2
+    assert checkpoint.proven["model.context_keys"] is True
+    assert "undetermined" not in checkpoint.assumed
+    assert_theirs(checkpoint, predict)

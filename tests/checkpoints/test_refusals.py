@@ -17,7 +17,7 @@ import mechinterp
 from mechinterp.checkpoints.foreign.names import KNOWN
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import Stored, read_foreign
-from mechinterp.checkpoints.foreign.tensors import TensorError
+from mechinterp.checkpoints.foreign.refusals import TensorError
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.exchange import hooked_state
 from tests.checkpoints.files import read as load
@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[State, dict[str, object]]] = {
         ARRAYS | {"W_Q": ARRAYS["W_Q"] * 1e36},
         {"scale": 1e6},
     ),
-    "must have one layer, got 2": (LENS | {"blocks.1.attn.W_Q": ones(2, 4, 2)}, {}),
+    "got blocks.1.attn.W_Q": (LENS | {"blocks.1.attn.W_Q": ones(2, 4, 2)}, {}),
     "task.context_length must be <= 0, the most that 2 positions allow, got 1.": (
         GPT2 | {"wpe.weight": zeros(2, 16)},
         {"n_heads": 4},

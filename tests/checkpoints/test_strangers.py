@@ -1,6 +1,7 @@
 """Files that a stranger's code wrote: no number without a word where something was guessed."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign import doubts
-from mechinterp.checkpoints.foreign.names import copies_in
+from mechinterp.checkpoints.foreign.copies import copies_in
 from mechinterp.checkpoints.foreign.read import settings_of, settled
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
@@ -79,6 +80,37 @@ def test_stored_models_of_every_kind_are_read(tmp_path: Path, number: int):
     model = Stranger(TRAINED[number])
     model.load_state_dict(load_file(STORED / f"{number:02d}.safetensors"))
     assert_read(tmp_path, TRAINED[number], model.eval().requires_grad_(False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4, 8])
+def test_a_wrong_scale_of_several_layers_is_named_with_the_value_to_type(
+    tmp_path: Path, number: int
+):
+    """Code with scores q.k * 2 / sqrt(d_head) keeps the queries of both layers half as large."""
+    model = Stranger(TRAINED[number])
+    model.load_state_dict(load_file(STORED / f"{number:02d}.safetensors"))
+    state = {n: t / 2 if "q_proj" in n else t for n, t in model.state_dict().items()}
+    hints = {"n_heads": 2, "task": TASK, "score": "softmax", "model": joins(TRAINED[number])}
+    doubt = loaded(tmp_path, state, **hints).doubt
+    named = re.search(r"with --scale (\S+) instead", doubt)
+    assert named is not None
+    right = 2 * 8**-0.5
+    assert float(named[1]) == pytest.approx(right, rel=0.1)
+    assert "--task" not in doubt
+    assert loaded(tmp_path, state, **hints, scale=right).doubt == ""
+
+
+def test_the_task_is_in_no_doubt_and_not_asked_for_once_every_field_is_given(tmp_path: Path):
+    """Random heads predict nothing, whatever the task."""
+    state = softmax_paper_state(HEADS)
+    law = {"context_length": 20, "noise_var": 0.1, "beta_var": 1, "query_noise": False}
+    half, whole = law, law | {"covariance": {"kind": "identity"}}
+    assert "--task" in loaded(tmp_path, state, task=half).doubt
+    doubt = loaded(tmp_path, state, task=whole).doubt
+    assert doubt
+    assert "--task" not in doubt
+    assert "the task of this file" not in doubt
 
 
 def assert_read(tmp_path: Path, kind: Kind, model: Stranger) -> None:

@@ -1,12 +1,15 @@
 """The commands on other people's files and on several layers: options for what a file cannot say, tables, pruning, conversion."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import convert
@@ -17,10 +20,12 @@ from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (
     arrays,
     attention_module,
+    matrices,
     random_heads,
     softmax_paper_state,
     whole_run,
 )
+from tests.checkpoints.recordings import recorded
 from tests.conftest import CHECKPOINTS, Run
 from tests.deep_models import wide_checkpoint
 from tests.models.test_layered_models import garg
@@ -44,11 +49,15 @@ def test_classify_reads_somebody_elses_run(run: Run, pair: Path):
     ran = run("classify", pair, "--json", *FEW).done()
     (document,) = ran.document
     assert (document["format"], document["pattern"]) == ("softmax-paper", "debiased_gd")
-    assert ran.err.startswith(f"mechinterp: {pair}: assumed task.context_length = 40, ")
-    assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in ran.err
+    title, row = ran.err.splitlines()
+    assert title.startswith(f"mechinterp: {pair}: ")
+    assert row.startswith("  assumed  task.context_length = 40, ")
+    assert "task.beta_var = 0.3333 (1/d_x), task.noise_var = 0.1, " in row
     assert document["assumed"]["task.beta_var"] == 1 / 3
-    assert ran.err.count("\n") == 1
-    assert run("classify", pair, "--verbose", "--json", *FEW).err == ran.err
+    full = run("classify", pair, "--verbose", "--json", *FEW).err.splitlines()
+    assert full[:2] == [title, row]
+    assert full[2].startswith("  known    task.d_x = 3, task.d_y = 1, ")
+    assert "model.sign = plus" in full[2]
     given = run("classify", pair, "--json", *FEW, "--context-length", 3).document[0]["assumed"]
     assert set(document["assumed"]) - set(given) == {"task.context_length"}
 
@@ -61,10 +70,49 @@ def test_assumptions_are_short_and_in_full_under_verbose(run: Run, tmp_path: Pat
     short = run("classify", tmp_path / "a.pt", *hints).err
     full = run("classify", tmp_path / "a.pt", "--verbose", *hints).err
     for line in (short, full):
-        assert "unused tensors: mask, out_proj.scale_of_it" in line
+        assert re.search("\n  unused +tensors mask, out_proj.scale_of_it\n", line)
         assert "attend_to_self = False" in line
     assert len(short) < len(full)
-    assert ("readings: " in short, "readings: " in full) == (False, True)
+    assert ("  readings " in short, "  readings " in full) == (False, True)
+
+
+def test_info_shows_every_ground(run: Run, tmp_path: Path):
+    """Known by shapes, stated by an option, proven by predictions, assumed; so does a folder that keeps them."""
+    heads = diagonal_heads([0.1, -0.1], [4.0, -4.0], d_x=3).to(torch.float32)
+    state = {f"attn.{n}_proj.weight": t for n, t in matrices(heads).items()}
+    torch.save(state, tmp_path / "a.pt")
+
+    def predict(x: Tensor, y: Tensor, x_query: Tensor) -> Tensor:
+        query, keys = pad(x_query, (0, 1)), torch.cat([x, y[..., None]], -1)
+        scores = torch.einsum("bi,hij,blj->bhl", query, heads.QK, keys)
+        return torch.einsum("bhl,bli,hio->bo", scores.softmax(-1), keys, heads.OV)
+
+    batch = recorded(tmp_path / "batch.npz", predict, d_x=3, length=8)
+    hints = ("--n-heads", 2, "--columns", "x,y", "--predictions", batch)
+    card = run("info", tmp_path / "a.pt", *hints).done().out
+    run("convert", tmp_path / "a.pt", *hints, "--to", "native", "--out", tmp_path / "kept").done()
+    kept = run("info", tmp_path / "kept").done().out
+    for text in (card, kept):
+        rows = {line.split()[0]: " ".join(line.split()[1:]) for line in whole_lines(text)}
+        assert "task.noise_var = 0.1" in rows["assumed"]
+        assert "model.columns = x,y" in rows["stated"]
+        assert "model.score = softmax" in rows["proven"]
+        assert "recorded predictions" in rows["proven"]
+        assert "model.score_slope = 1" in rows["known"]
+    (document,) = [run("info", tmp_path / "a.pt", *hints, "--json").document]
+    assert document["proven"]["model.score"] == "softmax"
+    assert document["stated"]["model.columns"] == "x,y"
+
+
+def whole_lines(card: str) -> list[str]:
+    """Lines of a card, each with its continuation."""
+    lines: list[str] = []
+    for line in card.splitlines():
+        if line.startswith(" " * 10) and lines:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return lines
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.layers import rotated
 from mechinterp.models.run.general import masked_predictions, predict_deep, query_patterns
+from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused, sampled
 from tests.deep_models import random_model
 
@@ -315,3 +316,62 @@ def test_sizes_of_rotary_positions_are_checked():
     for wrong in ({"rotary_dim": 3}, {"rotary_base": 0.0}, {"rotary_dim": 2, "merged_qk": True}):
         with refused(next(iter(wrong))):
             ModelConfig(**wrong)
+
+
+OTHERS_CODE = {
+    "norm of the MLP alone": {"norm": "before_mlp", "d_mlp": 5, "d_model": 6, "biases": True},
+    "pairs, all keys": {"score": "linear/pairs", "context_only": True, "attend_to_self": True},
+    "pairs, causal": {"score": "linear/pairs", "n_layers": 2},
+    "pairs, one layer": {"score": "linear/pairs", "attend_to_self": True, "n_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS_CODE)
+def test_settings_of_others_code_are_those_by_hand(kind: str, some_prompts: Prompts):
+    """A norm that the MLP alone reads through, and linear scores over the number of pairs, whatever the number of keys."""
+    settings = {"n_layers": 2, "n_heads": 2, "d_head": 3} | OTHERS_CODE[kind]
+    hooked = random_model(**settings, sizes={"d_x": 3, "d_y": 1})
+    model, weights = hooked.cfg.model, hooked.weights
+    stream = some_prompts.tokens
+    tensors, n = weights.tensors, stream.shape[1]
+    stream = stream @ tensors["W_in"] + tensors["b_in"] if "W_in" in tensors else stream
+    reads = torch.ones(n, n, dtype=stream.dtype)
+    reads = reads if model.context_only else reads.tril(0 if model.attend_to_self else -1)
+    for layer in range(model.n_layers):
+        part = {name: tensor[layer] for name, tensor in tensors.items() if tensor.ndim > 1}
+        q, k, v = (torch.einsum("btm,hmd->bhtd", stream, part[f"attn.W_{x}"]) for x in "QKV")
+        if model.biases:
+            q, k, v = (
+                z + part[f"attn.b_{x}"][:, None] for z, x in zip((q, k, v), "QKV", strict=True)
+            )
+        scores = weights.scale * q @ k.mT
+        if model.score == "softmax":
+            masked = scores.masked_fill(reads == 0, -torch.inf).softmax(-1).nan_to_num(0.0)
+        else:
+            masked = scores * reads / (n - 1)
+        stream = stream + torch.einsum("bhtd,hdm->btm", masked @ v, part["attn.W_O"])
+        if model.d_mlp is None:
+            continue
+        stream = stream + part["attn.b_O"]
+        read = nn.functional.layer_norm(stream, (6,), part["ln2.w"], part["ln2.b"])
+        hidden = (read @ part["mlp.W_in"] + part["mlp.b_in"]).relu()
+        stream = stream + hidden @ part["mlp.W_out"] + part["mlp.b_out"]
+    expected = stream[:, -1, -1:]
+    if "unembed.W_U" in tensors:
+        expected = stream[:, -1] @ tensors["unembed.W_U"] + tensors["unembed.b_U"]
+    assert_close_to_rounding(predictor_of(weights).predict(some_prompts), expected)
+    assert_close_to_rounding(hooked.predict(some_prompts), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"score": "linear/pairs", "n_layers": 1},
+        {"score": "linear/pairs", "context_only": True},
+        {"norm": "before_mlp"},
+    ],
+)
+def test_settings_that_are_another_one_are_refused(settings: dict):
+    """A query that reads the pairs alone has linear/L; a norm of the MLP needs an MLP."""
+    with refused("norm" if "norm" in settings else "score"):
+        ModelConfig(**{"n_layers": 2, **settings})

@@ -1,6 +1,7 @@
 """A column means what the class of its table says, and has that unit; no name has a meaning of its own."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -9,7 +10,7 @@ import pytest
 from mechinterp import ablate, circuits, classify, load, name_algorithm, over_steps, p_probe, probe
 from mechinterp.analysis.registry import Analysis
 from mechinterp.analysis.response.frames import MEANINGS
-from mechinterp.analysis.result import Table, known, tables_of, unit_of
+from mechinterp.analysis.result import Table, known, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.report.page import section_of
 from mechinterp.report.to_text import to_text
@@ -52,8 +53,9 @@ PATH, OVER = CHECKPOINTS / "softmax-h2-s0", "circuits_over_steps"
 class Own:
     """A user's own result, whose columns have the names of the package's."""
 
+    COLUMNS: ClassVar = {"mu": "Mean of my numbers."}
+    UNITS: ClassVar = {"x²": ("mu",)}
     mu: float = 1.0
-    """Mean of my numbers, unit x^2."""
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({name: [1.0] for name in ("mu", "step", "value", "model", "head")})
@@ -64,10 +66,10 @@ class Own:
 
 def test_columns_of_a_users_own_result_mean_what_the_user_says():
     (table,) = tables_of("own", Own()).values()
-    assert table.meanings == {"mu": "Mean of my numbers, unit x^2."}
+    assert table.meanings == {"mu": "Mean of my numbers, unit x²."}
     assert table.units == {"mu": "x²"}
     section = section_of("own", Analysis(Own), Own())
-    assert section.meanings == [("mu", "Mean of my numbers, unit x^2.")]
+    assert section.meanings == [("mu", "Mean of my numbers, unit x².")]
     assert "(x²)" in to_text("own", Own())
 
 
@@ -76,26 +78,38 @@ def test_units_are_read_whole():
     assert frame.units["qk_y_leak"] == "1/(x y)"
     assert frame.units["omega_0"] == "1/x²"
     assert frame.units["ov_x_leak"] == "y/x"
-    assert [unit_of(f"A number, unit {unit}.") for unit in ("y", "y^2", "1/x^2")] == [
-        *("y", "y²", "1/x²")
-    ]
+
+
+def test_no_column_of_a_user_has_a_meaning_of_the_package():
+    frame = pd.DataFrame({name: [1] for name in ("seed_p", "rise", "layer", "risk_sem")})
+    assert Table(frame).meanings == {}
 
 
 def test_a_table_may_take_meanings_of_its_own():
     table = Table(
-        pd.DataFrame({"a": [1], "a_sem": [1], "b_0": [1], "c": [1]}), known={"a": "A.", "b": "B."}
+        pd.DataFrame({"a": [1], "a_sem": [1], "b_0": [1], "c": [1]}),
+        known={"a": "A.", "b": ("B.", "y")},
     )
-    assert table.meanings == {"a": "A.", "a_sem": "Standard error of a.", "b_0": "One entry. B."}
+    assert table.meanings == {
+        "a": "A.",
+        "a_sem": "Standard error of a.",
+        "b_0": "One entry. B, unit y.",
+    }
 
 
 def test_every_frame_of_a_response_has_its_meanings_with_units():
-    assert unit_of(MEANINGS["filter"]["phi"]) == "1/x²"
-    assert unit_of(MEANINGS["position"]["weight"]) == "1/x²"
-    assert unit_of(MEANINGS["similarity"]["weight"]) == ""
+    filters = Table(pd.DataFrame({"phi": [1.0]}), known=MEANINGS["filter"])
+    assert filters.meanings == {"phi": "Weight of a direction with this eigenvalue, unit 1/x²."}
+    assert filters.units == {"phi": "1/x²"}
+    weights = {
+        name: Table(pd.DataFrame({"weight": [1.0]}), known=MEANINGS[name]).units
+        for name in ("position", "similarity")
+    }
+    assert weights == {"position": {"weight": "1/x²"}, "similarity": {"weight": ""}}
     assert MEANINGS["forms"]["left"] != MEANINGS["left"]["left"]
 
 
 def test_the_first_result_says_what_a_column_means(descent: Checkpoint):
     named = name_algorithm(descent, n_prompts=64)
-    assert known(Own, named)["mu"] == "Mean of my numbers, unit x^2."
+    assert known(Own, named)["mu"] == ("Mean of my numbers.", "x²")
     assert known(Own, named)["learner"] == known(named)["learner"]

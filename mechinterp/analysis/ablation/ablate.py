@@ -23,7 +23,7 @@ from mechinterp.analysis.ablation.measured import (
     values_under,
 )
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import HEADS, Table, records, tables_of
+from mechinterp.analysis.result import HEADS, METRIC_UNIT, Table, records, tables_of
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, head_names
@@ -112,7 +112,7 @@ ROWS = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Ablation(Result):
-    """What masking costs: weighted sums of a metric under masks, one row per question, on the same prompts."""
+    """Cost of masking: weighted sums of a metric under masks, one row per question, on the same prompts."""
 
     COLUMNS: ClassVar = HEADS | {
         "method": '"zero": the output is 0; "mean": its mean over prompts at that position; "resample": its value in another prompt.',
@@ -122,28 +122,34 @@ class Ablation(Result):
         "n_kept": "Number of heads that are not masked.",
         "masked_next": "Head that is masked next.",
         "pos": "Position of the prompt: x1, y1, ... for tokens in turn; 1, 2, ..., query for pairs; 0, 1, ... for others.",
-        "risk": "Metric with the mask, unit of the metric.",
+        "risk": "Metric with the mask.",
         "ratio": "Metric with the mask divided by that of the full model.",
-        "rise": "Metric with the mask minus that of the full model, unit of the metric.",
+        "rise": "Metric with the mask minus that of the full model.",
         "rise_sem": "Standard error of rise, paired: the same prompts for every mask. Often too small if few prompts carry the rise.",
-        "interaction": "rise(a, b) - rise(a) - rise(b), unit of the metric: positive for heads that replace each other, negative for heads that work only together.",
-        "shapley": "Fall of the metric due to a head, averaged over all orders of adding heads, unit of the metric. The values sum to the metric without heads minus that with all.",
-        "median_rise": "Median of the rise over prompts, unit of the metric; a few prompts do not move it.",
-        "median_interaction": "Median of the interaction over prompts, unit of the metric.",
-        "median_shapley": "Median of the Shapley value over prompts, unit of the metric.",
+        "interaction": "rise(a, b) - rise(a) - rise(b): positive for heads that replace each other, negative for heads that work only together.",
+        "shapley": "Fall of the metric due to a head, averaged over all orders of adding heads. The values sum to the metric without heads minus that with all.",
+        "median_rise": "Median of the rise over prompts; a few prompts do not move it.",
+        "median_interaction": "Median of the interaction over prompts.",
+        "median_shapley": "Median of the Shapley value over prompts.",
         "carried_by_few": "True if 1% of the prompts make up more than half of the mean size; the median then says more.",
         "importance": "Share of the head in the rises of its layer, negative rises counted as 0.",
         "effective_heads": "exp of the entropy of the importance: 1 if one head counts, all if they count equally, 0 if none counts.",
-        "layer_rise": "Metric with all heads of the layer masked minus that of the full model, unit of the metric.",
+        "layer_rise": "Metric with all heads of the layer masked minus that of the full model.",
     }
     """Meaning and unit of each column."""
+    UNITS: ClassVar = {
+        METRIC_UNIT: (
+            *("risk", "rise", "interaction", "shapley", "layer_rise"),
+            *("median_rise", "median_interaction", "median_shapley"),
+        )
+    }
 
     what: str
-    """What is masked: a name in `KINDS`."""
+    """Kind of mask: a name in `KINDS`."""
     methods: tuple[str, ...]
     """Methods of masking, in the order of the rows."""
     rows: pd.DataFrame
-    """What each row is about: method, and the columns of the kind."""
+    """Method of each row, and the columns of the kind."""
     columns: Mapping[str, Float[np.ndarray, " row"]]
     """Contrasts by name, each with its standard error `NAME_sem` and the last one with its median `median_NAME`."""
     few: Bool[np.ndarray, " row"]
@@ -651,7 +657,7 @@ def greedy_order(
 
 
 def _outputs(predictor: Predictor, prompts: Prompts) -> dict[str, np.ndarray]:
-    """What each head of one layer adds to the prediction, what no head adds, and the target; unit y."""
+    """Contribution of each head of one layer to the prediction, the part without heads, and the target; unit y."""
     heads = predictor.heads
     nothing, *alone = predictor.run(
         prompts, [heads, *([h for h in heads if h != head] for head in heads)]

@@ -103,14 +103,14 @@ class Refit:
     """Excess risk with a new read-out: a cross-validated ridge regression on the stream at the query, unit y^2."""
 
     risk: float
-    """Of the pruned model."""
+    """Excess risk of the pruned model."""
     risk_sem: float
     """Standard error over prompts and the fit."""
     ratio: float
     """`risk` divided by the risk of the unchanged full model."""
     ratio_sem: float
     full_risk: float
-    """Of the full model."""
+    """Excess risk of the full model."""
     full_risk_sem: float
 
 
@@ -119,30 +119,31 @@ class Pruning(Result):
     """Cost of masking the heads that a rule drops, on prompts that did not choose them; nothing is retrained."""
 
     COLUMNS: ClassVar = HEADS | {
-        "refit_risk": "Excess risk with a new read-out, a cross-validated ridge regression on the stream at the query, unit y^2.",
+        "kept": "True for heads that are kept.",
+        "rise": "Rise of the excess risk when a head is masked, on the prompts that chose; the rule reads it.",
+        "risk": "Excess risk of the pruned model on the other prompts.",
+        "risk_sem": "Standard error over prompts. The choice of heads adds to it: see other seeds.",
+        "ratio": "risk divided by that of the full model.",
+        "ratio_sem": "Standard error of ratio, paired over prompts.",
+        "median_rise": "Median over prompts of the rise of the error.",
+        "carried_by_few": "True if 1% of the prompts make up more than half of the rise; its median then says more.",
+        "full_risk": "Excess risk of the full model.",
+        "refit_risk": "Excess risk with a new read-out, a cross-validated ridge regression on the stream at the query.",
         "refit_ratio": "Risk with a new read-out divided by the risk of the unchanged full model.",
         "model": "The full or the pruned model.",
     }
     """Meaning and unit of the columns that are no field."""
+    UNITS: ClassVar = {"y²": ("rise", "risk", "median_rise", "full_risk", "refit_risk")}
 
     kept: Bool[np.ndarray, "layer head"]
-    """True for heads that are kept."""
     rise: Float[np.ndarray, "layer head"]
-    """Rise of the excess risk when a head is masked, on the prompts that chose, unit y^2; the rule reads it."""
     risk: float
-    """Excess risk of the pruned model on the other prompts, unit y^2."""
     risk_sem: float
-    """Standard error over prompts. The choice of heads adds to it: see other seeds."""
     ratio: float
-    """`risk` divided by that of the full model."""
     ratio_sem: float
-    """Standard error of `ratio`, paired over prompts."""
     median_rise: float
-    """Median over prompts of the rise of the error, unit y^2."""
     carried_by_few: bool
-    """True if 1% of the prompts make up more than half of the rise; its median then says more."""
     full_risk: float
-    """Excess risk of the full model, unit y^2."""
     full_risk_sem: float
     refit: Refit | None = None
     """With a new read-out; None: it was not asked for."""

@@ -60,19 +60,20 @@ class LearnerComparison(Result):
     COLUMNS: ClassVar = {
         "n_pairs": "Number of pairs before the predicted x.",
         "learner": "The model, or a simple learner.",
-        "loss": "Mean squared error against y, noise included; unit y^2.",
-        "risk": "Excess risk: mean squared error against y without noise; unit y^2. Equal to the loss if that y is unknown.",
+        "loss": "Mean squared error against y, noise included.",
+        "risk": "Excess risk: mean squared error against y without noise. Equal to the loss if that y is unknown.",
         "ratio": "Excess risk of the model divided by that of the learner; empty if the learner makes no error.",
         "r2": "1 - mean (model - learner)^2 / mean model^2.",
         "factor": "Factor that is fitted to the model: step size eta of the gradient steps (1/x^2), and mu times the sign of omega for the kernel head.",
         "setting": "Chosen setting: penalty of ridge regression (x^2), number of steps, omega of the kernel head (1/x^2).",
-        "loss_gap": "Loss of the model minus loss of the learner; unit y^2.",
+        "loss_gap": "Loss of the model minus loss of the learner.",
         "lead": "R^2 of the nearest learner minus R^2 of this learner; its error leaves out that another learner may be nearest on other prompts.",
-        "median_loss": "Median over prompts of the squared error against y; unit y^2.",
-        "median_risk": "Median over prompts of the squared error against y without noise; unit y^2.",
+        "median_loss": "Median over prompts of the squared error against y.",
+        "median_risk": "Median over prompts of the squared error against y without noise.",
         "carried_by_few": "True if the worst 1% of the prompts make up more than half of the risk: then read the median.",
         "note": "Reason why numbers of the model are missing.",
     }
+    UNITS: ClassVar = {"y²": ("loss", "risk", "loss_gap", "median_loss", "median_risk")}
 
     rows: pd.DataFrame
     """Numbers of each number of pairs and learner."""

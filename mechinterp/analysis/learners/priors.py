@@ -76,21 +76,28 @@ class PriorComparison(Result):
     """
 
     COLUMNS: ClassVar = {
+        "carried_by_few": "True if the worst 1% of the prompts make up more than half of the model's overall.risk.",
         "tasks": "Tasks of the prompts: those of the pool, or new ones.",
         "context_length": "Number of pairs before the query.",
-        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x, unit y^2.",
-        "distance_ridge": "Mean of |f - ridge|^2 / d_x, unit y^2.",
+        "distance_dmmse": "Mean of |f - dMMSE|^2 / d_x.",
+        "distance_ridge": "Mean of |f - ridge|^2 / d_x.",
         "relative": "distance_dmmse / (distance_dmmse + distance_ridge): 0 at dMMSE, 1 at ridge.",
         "weight_dmmse": "Weight a of the nearest mixture a dMMSE + (1 - a) ridge, by least squares.",
         "unexplained": "Mean squared distance to that mixture, divided by the mean squared distance between dMMSE and ridge.",
-        "risk": "Excess risk of the model, unit y^2; the loss adds the variance of the noise.",
-        "risk_dmmse": "Excess risk of dMMSE, unit y^2.",
-        "risk_ridge": "Excess risk of ridge, unit y^2.",
+        "risk": "Excess risk of the model; the loss adds the variance of the noise.",
+        "risk_dmmse": "Excess risk of dMMSE.",
+        "risk_ridge": "Excess risk of ridge.",
         "prompts": "Prompts of the means: trimmed (without the worst 0.1%) or all.",
         **{
-            f"median_risk_{name}": f"Median over prompts of the squared error of {name}; unit y^2."
+            f"median_risk_{name}": f"Median over prompts of the squared error of {name}."
             for name in PREDICTORS
         },
+    }
+    UNITS: ClassVar = {
+        "y²": (
+            *("distance_dmmse", "distance_ridge", "risk", "risk_dmmse", "risk_ridge"),
+            *(f"median_risk_{name}" for name in PREDICTORS),
+        )
     }
     n_tasks: int
     """Size of the pool."""
@@ -105,7 +112,6 @@ class PriorComparison(Result):
     median_risk: Float[np.ndarray, "kind predictor"]
     """Median over prompts of the squared error of the model, dMMSE and ridge; unit y^2."""
     carried_by_few: Bool[np.ndarray, " kind"]
-    """True if the worst 1% of the prompts make up more than half of the model's `overall.risk`."""
     strategy: str
     """"memorises", "generalises", "neither" or "undetermined", by `trimmed`.
 
@@ -281,7 +287,7 @@ def _strategy(found: pd.DataFrame) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class PoolTask:
     """A task and the pool that models are compared with."""
 
     task: TaskConfig
@@ -426,7 +432,7 @@ def trimmed_ratio(
     return ratio, np.sqrt(np.square(sem) + cut)
 
 
-def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> Setting:
+def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> PoolTask:
     """Task and pool of a comparison.
 
     Raises:
@@ -438,7 +444,7 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
             raise ValueError(
                 f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
-        return Setting(task, task.pool(), own=True)
+        return PoolTask(task, task.pool(), own=True)
     if task.drift != 1:
         raise ValueError(
             f"{analysis} needs a task that does not drift, got task.drift {task.drift}."
@@ -446,7 +452,7 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
     if len(task.noise_levels) > 1:
         raise ValueError(f"{analysis} needs one noise level, got task.noise_var {task.noise_var}.")
     require_pool(pool, task.d_x, task.d_y)
-    return Setting(task, pool.to("cpu", torch.float64), own=False)
+    return PoolTask(task, pool.to("cpu", torch.float64), own=False)
 
 
 def lengths_of(

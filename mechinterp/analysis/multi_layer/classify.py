@@ -61,9 +61,10 @@ class LayeredClassification(Classified):
     COLUMNS: ClassVar = HEADS | {
         "label": "Name of the head: its layer and its number, as in L0H0.",
         "importance": "Share of the head in the rises of its layer, negative rises counted as 0.",
-        "rise": "Excess risk with the head masked minus that of the full model, unit y^2.",
+        "rise": "Excess risk with the head masked minus that of the full model.",
         "rise_sem": "Standard error of rise, paired over prompts.",
     }
+    UNITS: ClassVar = {"y²": ("rise",)}
 
     @property
     def verdict(self) -> Verdict:
@@ -262,7 +263,7 @@ def _reason(
     prediction: Float[Tensor, "batch d_y"],
     model: ModelConfig | None,
 ) -> str:
-    """Why the label is what it is, and whether the model answers its prompts at all."""
+    """Reason of the label; a model that predicts one number on every prompt is named as such."""
     why = _between(model) if algorithm is None else algorithm.reason
     size = float(prediction.square().mean())
     if not size:

@@ -28,11 +28,14 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.directions import Progress, directions_of, law_of, progress_of
 from mechinterp.analysis.multi_layer.naming_scores import (
+    ADAPTIVE,
     LAST,
     LOOSE,
     NOISES,
     ORDER,
+    OTHER_DRIFT,
     ROUNDING,
+    TIMES,
     USELESS,
     Identity,
     Predict,
@@ -42,14 +45,17 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     Trial,
     candidates_of,
     identities,
+    other_drift,
     other_settings,
     path_of,
     predict_by,
     reflected,
     relative_risk,
     satisfies,
+    satisfies_all,
     scaled_name,
     step_effects,
+    varied_noise,
     with_scaled,
 )
 from mechinterp.analysis.number_format import with_error
@@ -63,6 +69,7 @@ from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result
 from mechinterp.icl.algorithm import Algorithm
+from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import PromptsTask, no_law, ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import (
@@ -78,9 +85,8 @@ GROWTH = (1, 4, 16)
 """Numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""
 REFERENCE = 0
 """Fixed seed of the last prompts, so that the label does not depend on `seed`."""
-SMALLER = "gradient_descent"
-LARGER = {"gd_plus_plus", "preconditioned_descent", "sparse_shrinkage"}
-"""Algorithms that contain gradient descent: if both explain a model, it is gradient descent."""
+CONTAINED = {each.label: each.contains for each in ALGORITHMS if each.contains}
+"""Smaller algorithm that each larger one contains: if both explain a model, the smaller is its name."""
 ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 """Algorithms that are called ridge_like if they tie with ridge for the last prediction."""
 OWN = 0
@@ -97,6 +103,7 @@ FAR = "R² {r2} ({where}), limit {limit:g}"
 RULES = {
     "far": (FAR, FIT),
     "noise": (FAR, "mechinterp compare-learners with prompts of that noise (--task)"),
+    "elsewhere": (FAR, "mechinterp compare-learners with such prompts (--task)"),
     "layers": (FAR, "mechinterp probe shows where the prediction is held after each layer"),
     "identity": ("the model breaks '{where}': mismatch {value:.4f}, limit {limit:g}", FIT),
     "rival": ("{rival} is nearer: R² {rival_r2} against {r2} ({where})", TABLE),
@@ -212,6 +219,8 @@ class Measured:
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
     is_function: bool = False
+    sems: Mapping[str, Float[np.ndarray, " _"]] = field(default_factory=dict)
+    """Standard errors over prompts of the scalars of near learners without steps, by label."""
     gate: Gate | None = None
     """Reading of the response, which decides what is asked; None if another order of the pairs changes nothing, or too few
     prompts were given."""
@@ -285,6 +294,7 @@ def _judged(
             or _noise(
                 r2[m], scores.columns, limits.explained if measured.is_function else limits.noise
             )
+            or _elsewhere(m, scores, r2, measured, limits)
             or _rival(m, scores, r2, limits)
             or _left(learner, scores, measured, limits, counts)
             or _ascends(scores.progress.get(learner.label), limits)
@@ -328,6 +338,22 @@ def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | Non
     if not found or found[where] >= limit:
         return None
     return WhyNot("noise", where, float(found[where]), limit)
+
+
+def _elsewhere(
+    m: int, scores: Scores, r2: np.ndarray, measured: Measured, limits: Limits
+) -> WhyNot | None:
+    """The setting in which an algorithm along the pairs explains least, if that is too little: any of a function, other
+    drift of a model."""
+    if not scores.learners[m].along_pairs:
+        return None
+    others = range(scores.n_own, len(scores.columns))
+    asked = [n for n in others if measured.is_function or scores.columns[n] == OTHER_DRIFT]
+    limit = limits.explained if measured.is_function else limits.noise
+    where = min(asked, key=lambda n: r2[m, n], default=None)
+    if where is None or r2[m, where] >= limit:
+        return None
+    return WhyNot("elsewhere", scores.columns[where], float(r2[m, where]), limit)
 
 
 def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
@@ -383,8 +409,9 @@ def _ascends(progress: Progress | None, limits: Limits) -> WhyNot | None:
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
     """With ties: the smaller of nested algorithms stays, and ridge for the last prediction; else none."""
     left = [name for name, reason in judged.items() if reason is None]
-    if SMALLER in left:
-        nested = {name: WhyNot("contains", rival=SMALLER) for name in LARGER if name in left}
+    within = {name: CONTAINED[name] for name in left if CONTAINED.get(name) in left}
+    if within:
+        nested = {name: WhyNot("contains", rival=smaller) for name, smaller in within.items()}
         judged, left = {**judged, **nested}, [name for name in left if name not in nested]
     if len(left) > 1:
         stays = (
@@ -417,6 +444,8 @@ class Naming(Decision, Result):
     """Algorithm whose steps are put in."""
     steps: pd.DataFrame | None = None
     """Effects of its steps; None if they were not put in."""
+    scalar_sems: Float[np.ndarray, " _"] = field(default_factory=lambda: np.zeros(0))
+    """Standard errors over prompts of the scalars of a label without steps; empty for other labels."""
     left_out: str = ""
     """Parts that need the law of given prompts, if it is not known."""
 
@@ -434,6 +463,7 @@ class Naming(Decision, Result):
         "less_noise_r2": "R² with a hundredth of the noise variance.",
         "more_noise_r2": "R² with ten times the noise variance; for functions of prompts.",
         "much_noise_r2": "R² with a hundred times the noise variance; for functions of prompts.",
+        "other_drift_r2": "R² on prompts of a task that drifts (rho 0.9), or of a fixed one if the task drifts; for algorithms along the pairs.",
         "steps_r2": "Least R² over layers of the prediction with the learner's step in place of what the layer adds at the query.",
         "exchanged_r2": "Least R² over layers of the change of the prediction if the learner's prediction so far is exchanged with that of another prompt.",
         "why_not": "What keeps the learner from being the label; empty for the label.",
@@ -587,7 +617,27 @@ class Naming(Decision, Result):
 
     def sentences(self) -> list[str]:
         """The label with its reason, and parts that were left out."""
-        return [f"The label is {self.label}: {self.reason}.", *filter(None, [self.left_out])]
+        numbers = (
+            zip(self._scalar_names, self.scalars(self.label), self.scalar_sems, strict=True)
+            if len(self.scalar_sems)
+            else ()
+        )
+        listed = ", ".join(f"{name} {with_error(value, sem)}" for name, value, sem in numbers)
+        texts = [f"Its numbers: {listed}." if listed else "", self.left_out]
+        return [f"The label is {self.label}: {self.reason}.", *filter(None, texts)]
+
+    @property
+    def _scalar_names(self) -> tuple[str, ...]:
+        """Names of the label's scalars."""
+        learner = next(each for each in self.measured.last.learners if each.label == self.label)
+        return learner.names(self.n_layers)
+
+    def scalar_frame(self) -> pd.DataFrame:
+        """Scalars of a label without steps with their standard errors, one row each; empty for other labels."""
+        if not len(self.scalar_sems):
+            return pd.DataFrame(columns=["scalar", "value", "sem"])
+        columns = {"value": self.scalars(self.label), "sem": self.scalar_sems}
+        return pd.DataFrame({"scalar": self._scalar_names, **columns})
 
     def tables(self) -> dict[str, Table]:
         """Learners; and identities, if any were asked."""
@@ -614,6 +664,8 @@ class Naming(Decision, Result):
             r2, sem = self.explained(self.nearest)
             evidence |= {"algorithm": self.nearest, "r2": r2, "r2_sem": sem}
             evidence |= {"scalars": self.scalars(self.nearest)}
+        if len(self.scalar_sems):
+            evidence |= {"scalar_sems": self.scalar_sems}
         tables = {"algorithms": self.to_frame(), "tests": self.test_frame()}
         return evidence | {name: records(frame) for name, frame in tables.items()}
 
@@ -729,6 +781,7 @@ def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
         n_prompts=len(prompts),
         followed=followed,
         steps=steps,
+        scalar_sems=measured.sems.get(decision.label, np.zeros(0)),
         left_out=LEFT_OUT if no_law(subject.task) else "",
     )
 
@@ -760,8 +813,12 @@ def measure(
     if not measured.useful:
         return measured
     tests = identities(subject.predict, own, task, seed)
-    gate, members = _gate(subject, own, tests), candidates_of(task)
-    members = members if gate is None else gate.asked(members)
+    gate = _gate(subject, own, tests)
+    members = _asked(subject, gate, tests)
+    if any(each.label == ADAPTIVE for each in members):
+        trial = replace(trial, varied=varied_noise(subject, own, seed))
+    if gate is not None and gate.along:
+        trial = replace(trial, settings={**asked, **other_drift(subject, own, seed)})
     (read, how), near = path_of(subject, own, seed), limits.explained - 0.01
     path, starts = None, {}
     if read is not None:
@@ -775,10 +832,15 @@ def measure(
         starts = {**gate.first_scalars(members, trial.moments("fit")), **starts}
     last, own_tests = trial.scores(members, starts, n_starts=2), {}
     for m, each in enumerate(members):
-        if last.r2()[m, OWN] >= LOOSE and not (each.linear_in_y and each.equivariant):
+        if last.r2()[m, OWN] >= LOOSE and not satisfies_all(each):
             predict = predict_by(each, last.scalars[m], task, subject.n_layers)
             alone = Setting(own.prompts, predict(own.prompts))
             own_tests[str(each.label)] = identities(predict, alone, task, seed)
+    sems = {
+        str(each.label): trial.scalar_sems(each, last.scalars[m])
+        for m, each in enumerate(members)
+        if not each.has_path and each.scalars and last.r2()[m, OWN] >= limits.explained
+    }
     predicted = lambda each: subject.predict(each)[None]  # noqa: E731
     last = with_scaled(last, trial, predicted, near, seed, rests=subject.is_function)
     return replace(
@@ -789,8 +851,26 @@ def measure(
         path=path,
         path_how=how,
         is_function=subject.is_function,
+        sems=sems,
         gate=gate,
     )
+
+
+def _asked(
+    subject: Subject, gate: Gate | None, tests: Mapping[str, Identity]
+) -> tuple[Algorithm, ...]:
+    """Algorithms that are fitted: along the pairs or not, as the response says; adaptive ridge only for a task of several
+    noise levels, and for a function that is not linear in y."""
+    members = candidates_of(subject.task)
+    if gate is None:
+        members = tuple(each for each in members if not each.along_pairs)
+    else:
+        members = gate.asked(members)
+    scaled_y = [test.mismatch() for name, test in tests.items() if name.startswith(TIMES)]
+    adapts = subject.is_function and max(scaled_y, default=0.0) > ROUNDING
+    if adapts or len(subject.task.noise_levels) > 1:
+        return members
+    return tuple(each for each in members if each.label != ADAPTIVE)
 
 
 def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate | None:

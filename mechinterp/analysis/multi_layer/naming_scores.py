@@ -21,7 +21,13 @@ from mechinterp.analysis.multi_layer.directions import Progress, law_of
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fit_algorithm
+from mechinterp.icl.algorithm import (
+    Algorithm,
+    PromptMoments,
+    Scalar,
+    fit_algorithm,
+    scalar_errors,
+)
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
@@ -55,6 +61,10 @@ PER_FEATURE = 8
 """Prompts for a fitted read-out, per entry of the stream."""
 PENALTY = 1e-9
 """Ridge penalty of a fitted read-out, relative to the mean square of an entry of the stream."""
+VARIED = 18
+"""Step of the random stream from which prompts of several noise levels are drawn."""
+DRIFTING = 19
+"""Step of the random stream from which prompts with another drift are drawn."""
 READING = 20
 """Step of the random stream from which the prompts of a read-out are drawn."""
 STEP_PROMPTS = 512
@@ -65,6 +75,12 @@ DEPTH = 4
 """Number of layers of the algorithms that are fitted to a function without a path."""
 LAST = "last prediction"
 ORDER = "same if the pairs change places"
+TIMES = "linear in y: times"
+ADAPTIVE = "adaptive_ridge"
+"""Label whose noise levels show on prompts of several levels only."""
+OTHER_DRIFT = "other drift"
+DRIFT = 0.9
+"""Drift of the prompts that algorithms along the pairs are asked on; 1 if the task drifts itself."""
 Predict = Callable[[Prompts], Tensor]
 
 
@@ -211,6 +227,44 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
     return settings
 
 
+def other_drift(subject: Subject, own: Setting, seed: int) -> dict[str, Setting]:
+    """Prompts of the task with a drift, where forgetting shows; of a fixed task if the task drifts itself.
+
+    None of them for prompts without a law, and for a law that has no drift.
+    """
+    if no_law(subject.task):
+        return {}
+    law, n_pairs = law_of(subject.task), own.prompts.x.shape[1]
+    half = len(own.prompts) // 2
+    try:
+        other = replace(law, drift=DRIFT if law.drift == 1 else 1.0)
+    except (
+        ValueError
+    ):  # a pool, a sparsity, supports, one task vector for all responses, several noise levels
+        return {}
+    prompts = _drawn(other, half + half // 999, n_pairs, seed=seed, step=DRIFTING)
+    setting = Setting.of(prompts, subject.predict(prompts))
+    return {OTHER_DRIFT: setting} if setting.useful else {}
+
+
+def varied_noise(subject: Subject, own: Setting, seed: int) -> Setting | None:
+    """Prompts of the task's noise level and of those of `NOISES`, each as often; None for prompts without a law, for a law
+    of several levels, and for one that can have no other.
+    """
+    if no_law(subject.task) or len(subject.task.noise_levels) > 1:
+        return None
+    law = law_of(subject.task)
+    variance = law.noise_variance or NO_NOISE * law.signal_var
+    factors = (1.0, *NOISES.values())
+    levels = tuple((factor * variance, 1 / len(factors)) for factor in factors)
+    try:
+        other = replace(law, noise_var=levels)
+    except ValueError:  # a pool or a drift
+        return None
+    prompts = _drawn(other, FIT_PROMPTS, own.prompts.x.shape[1], seed=seed, step=VARIED)
+    return Setting.of(prompts, subject.predict(prompts))
+
+
 @dataclass(frozen=True, eq=False)
 class Identity:
     """Squared differences between the two sides of an identity, per prompt."""
@@ -234,6 +288,11 @@ def satisfies(learner: Algorithm, identity: str) -> bool:
     return learner.equivariant if identity == "same if x is rotated" else True
 
 
+def satisfies_all(learner: Algorithm) -> bool:
+    """True if an algorithm satisfies every identity."""
+    return learner.linear_in_y and learner.equivariant and not learner.along_pairs
+
+
 def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> dict[str, Identity]:
     """Identities of predictions, on the prompts of the scores.
 
@@ -252,7 +311,7 @@ def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> d
         if task.nonzeros != "signs" and task.n_tasks is None:
             for factor in (0.5, 2.0):
                 sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
-                made[f"linear in y: times {factor:g}"] = replace(prompts, **sides), factor * known
+                made[f"{TIMES} {factor:g}"] = replace(prompts, **sides), factor * known
         if task.sparsity is None and task.n_tasks is None:
             other = prompts.with_next_task("an identity")
             changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
@@ -401,6 +460,8 @@ class Trial:
     """The last prediction, or the prediction after each layer, at the own length."""
     known_moments: dict[object, PromptMoments] = field(default_factory=dict)
     """Cache of `moments`, which trials of one model share."""
+    varied: Setting | None = None
+    """Prompts of several noise levels, on which adaptive ridge is fitted; None: on those of the own length."""
 
     @property
     def own(self) -> Setting:
@@ -456,16 +517,30 @@ class Trial:
         self, learner: Algorithm, start: np.ndarray | None, n_starts: int, tolerance: float
     ) -> Float[np.ndarray, " _"]:
         """Scalars of a learner, fitted to the target on the prompts of the fits."""
-        wanted = self.target[:, ::2][:, :FIT_PROMPTS]
+        moments, wanted = self._fit_to(learner)
         return fit_algorithm(
             learner,
-            self.moments("fit"),
-            wanted if self.n_own > 1 else wanted[0],
+            moments,
+            wanted,
             n_layers=self.n_layers,
             n_starts=n_starts if start is None else 1,
             start=None if start is None else torch.from_numpy(start),
             tolerance=tolerance,
         ).scalars
+
+    def _fit_to(self, learner: Algorithm) -> tuple[PromptMoments, Tensor]:
+        """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""
+        if learner.label == ADAPTIVE and self.varied is not None:
+            return PromptMoments(self.varied.prompts, self.task), self.varied.predictions
+        wanted = self.target[:, ::2][:, :FIT_PROMPTS]
+        return self.moments("fit"), wanted if self.n_own > 1 else wanted[0]
+
+    def scalar_sems(
+        self, learner: Algorithm, scalars: Float[np.ndarray, " _"]
+    ) -> Float[np.ndarray, " _"]:
+        """Standard errors of the fitted scalars of a learner without steps, over the prompts of the fit."""
+        moments, wanted = self._fit_to(learner)
+        return scalar_errors(learner, moments, wanted, scalars, n_layers=self.n_layers)
 
     def _elsewhere(
         self, learner: Algorithm, scalars: np.ndarray, names: Sequence[str]
@@ -473,7 +548,7 @@ class Trial:
         """Errors in other settings. Moments are means over the pairs; or sums, so that step sizes grow with the length,
         if these fit better."""
         laws = []
-        for summed in (False, True) if learner.has_path else (False,):
+        for summed in (False, True) if learner.has_path or learner.along_pairs else (False,):
             errors = []
             for name in names:
                 moments = self.moments(name, self.settings[name].scale if summed else 1.0)

@@ -18,7 +18,7 @@ from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.evaluation import LEAST, prompts_and_law
 from mechinterp.models.run.predictor import Source, predictor_of
 
 ENTROPY_PROMPTS = 512
@@ -39,30 +39,30 @@ class AttentionPatterns(Result):
     to itself."""
     n_layers: int
     similarity: Float[np.ndarray, "prompt key"]
-    """Scalar product of the key's x and the query's x, unit x^2. A key that holds a y has the x of
-    its pair."""
     x: Float[np.ndarray, "prompt key d_x"]
     """Covariate x of each key; a key that holds a y has the x of its pair."""
     y: Float[np.ndarray, "prompt key d_y"]
-    """Response y of each key; a key that holds an x has the y of its pair. 0 for the query."""
     prediction: Float[np.ndarray, "prompt d_y"]
     target: Float[np.ndarray, "prompt d_y"]
     """The query's response without noise."""
     n_prompts: int
     """Number of prompts from which the shown ones were chosen."""
     entropy: Float[np.ndarray, "layer head_of_layer"]
-    """Mean over the first `ENTROPY_PROMPTS` prompts of -Σ p log p over the keys, in nats: log of the
+    """Mean over the first `ENTROPY_PROMPTS` distinct prompts of -Σ p log p over the keys, in nats: log of the
     number of keys for equal weights, 0 if one key has all the weight. NaN for weights that are no
     distribution."""
     entropy_sem: Float[np.ndarray, "layer head_of_layer"]
-    """Standard error of `entropy` over prompts."""
+    """Standard error of `entropy` over prompts; NaN for fewer than 8 distinct ones."""
     COLUMNS: ClassVar = HEADS | {
+        "similarity": "Scalar product of the key's x and the query's x. A key that holds a y has the x of its pair.",
+        "y": "Response y of each key; a key that holds an x has the y of its pair. 0 for the query.",
         "prompt": "Number of the prompt, from 0.",
         "key": "Number of the token, from 0.",
         "attention": "Attention weight of the query on the token.",
         "entropy": "Mean over prompts of the entropy of the head's weights, -Σ p log p, in nats; NaN for weights that are no distribution.",
-        "entropy_sem": "Standard error of entropy over prompts.",
+        "entropy_sem": "Standard error of entropy over prompts; empty for fewer than 8 distinct ones.",
     }
+    UNITS: ClassVar = {"x²": ("similarity",)}
 
     @property
     def head_names(self) -> list[str]:
@@ -100,9 +100,7 @@ class AttentionPatterns(Result):
         if n_heads > MOST_NAMED:
             best = int(np.nan_to_num(np.abs(ranks)).argmax())
             listed = f"{of_each[best]}, the strongest of {n_heads} heads"
-        signed = (
-            " Weights are products without a softmax: they do not sum to 1, and some are negative."
-        )
+        signed = " Weights come from no softmax: they do not sum to 1, and some are negative."
         return [
             f"Attention on {chosen}.{signed if self.pattern.min() < 0 else ''}",
             f"Tokens are sorted by similarity to the query, ⟨x token, x query⟩. Rank correlation with the weight: "
@@ -225,7 +223,10 @@ def attention_patterns(
 
     If there are more than `shown` prompts, those at even quantiles of (ŷ − x·β)² are shown, from
     the smallest error to the largest. Otherwise all prompts are shown in their own order. Entropies
-    are means over at most 512 prompts.
+    are means over at most 512 distinct prompts.
+
+    A recurrent layer, or a module whose softmax is not found, has the exact pattern A of its outputs
+    z = A v, read with values that are 1 at one token and 0 at all others (`exact_attention`).
 
     Args:
         prompts: Prompts to choose from; None draws `n_prompts` with `seed`.
@@ -233,8 +234,8 @@ def attention_patterns(
         n_prompts: None means 4096, or 512 for models with norms or MLPs.
         shown: Largest number of prompts in the result.
     Raises:
-        ValueError: If `shown` is below 1, the model has no hooks on its patterns, or it has neither
-            one nor two positions per pair.
+        ValueError: If `shown` is below 1, a layer has no hook on its pattern and is not linear in its
+            values, or the model has neither one nor two positions per pair.
     Source:
         A choice made here: which prompts are shown.
     See also:
@@ -261,7 +262,8 @@ def attention_patterns(
     n_drawn = len(prompts)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
-    entropy, entropy_sem = entropies(predictor.query_patterns(prompts[:ENTROPY_PROMPTS]).double())
+    distinct = prompts.distinct()[:ENTROPY_PROMPTS]
+    entropy, entropy_sem = entropies(predictor.query_patterns(distinct).double())
     if n_drawn > shown:
         error = (prediction - prompts.y_query_clean).square().mean(1)
         even = torch.linspace(0, n_drawn - 1, shown, dtype=torch.float64, device="cpu")
@@ -305,13 +307,13 @@ def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt
 def entropies(
     patterns: Float[Tensor, "layer prompt head key"],
 ) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head"]]:
-    """Mean entropy of each head's weights over prompts, in nats, and its standard error (NaN for a
-    single prompt); NaN if a weight is negative or they do not sum to 1."""
+    """Mean entropy of each head's weights over distinct prompts, in nats, and its standard error (NaN for fewer than 8);
+    NaN if a weight is negative or they do not sum to 1."""
     least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
     if not (least >= 0 and furthest <= ROUNDING):
         return (np.full((patterns.shape[0], patterns.shape[2]), np.nan),) * 2
     entropy = -torch.xlogy(patterns, patterns).sum(-1)
     by_prompt = entropy.transpose(0, 1).numpy(force=True)
-    if len(by_prompt) == 1:
-        return by_prompt[0], np.full_like(by_prompt[0], np.nan)
+    if len(by_prompt) < LEAST:
+        return by_prompt.mean(0), np.full_like(by_prompt[0], np.nan)
     return mean_and_sem(by_prompt)

@@ -25,11 +25,16 @@ from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXT
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales, require_text
-from mechinterp.analysis.result import HEADS, Band, Card, Table, docstrings
+from mechinterp.analysis.result import HEADS, Band, Card, Table, known
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
+MOST_NUMBERS = 8
+"""More numbers than this are shown by their range."""
 NO_AVERAGE = ("{s}", "max({s}, 0)")
+"""Weights of pairs that do not sum to 1."""
+RANDOM = ("qk_diagonal", "ov_last_entry")
+"""Numbers of heads that have a p-value under random heads."""
 UNSHOWN = ("unserved", "step")
 """Scales that are no numbers of evidence."""
 
@@ -78,8 +83,12 @@ class Classification(Evidence, Classified):
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
     COLUMNS: ClassVar = HEADS | {
+        "share": "Standard deviation of a head's output over prompts, divided by the sum of these over heads.",
+        "omega_form": "Factor of each head on the matrix that all heads share, if there is one; otherwise omega_mean.",
+        "task_leak": "Second largest |mu_n| of a head divided by the largest; 0 for one response.",
         "label": "Kind of head: signs of omega and mu, or why the head has none.",
-        **{name: docstrings(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        **{name: known(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
+        **{f"{n}_p": f"Fraction of random heads that reach {n}." for n in RANDOM},
         "evidence": "Name of the measured number.",
         "value": "The number.",
         "sem": "Standard error of the number over prompts.",
@@ -94,14 +103,9 @@ class Classification(Evidence, Classified):
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""
     share: Float[np.ndarray, " head"]
-    """Standard deviation of a head's output over prompts, divided by the sum of these over heads.
-    """
     circuits: Circuits
     omega_form: Float[np.ndarray, " head"]
-    """Factor of each head on the matrix that all heads share, if there is one; otherwise
-    omega_mean."""
     task_leak: Float[np.ndarray, " head"]
-    """Second largest |mu_n| of a head divided by the largest; 0 for one response."""
     head_p_values: dict[str, Float[np.ndarray, " head"]]
     """P-values of each head's `qk_diagonal` and `ov_last_entry`: fraction of random heads that
     reach the value."""
@@ -208,13 +212,17 @@ class Classification(Evidence, Classified):
         ]
 
     @property
-    def of_a_row(self) -> dict[str, object]:
-        """Labels and scales of the heads, for a row of a table of many models."""
-        scales = self.circuits
+    def row(self) -> dict[str, object]:
+        """Row of this model in a table of many models: label, labels and scales of the heads, and sums over heads."""
+        mu, active = self.circuits.mu[0].mean(1), np.array(self.labels) != "dummy"
         return {
+            **super().row,
             "labels": list(self.labels),
-            "omega": scales.omega_mean[0].tolist(),
-            "mu": scales.mu[0].mean(1).tolist(),
+            "omega": self.circuits.omega_mean[0].tolist(),
+            "mu": mu.tolist(),
+            "omega_abs": np.abs(self.omega_form)[active].mean() if active.any() else np.nan,
+            "mu_abs": np.abs(mu).sum(),
+            "eta": self.scales.eta.mean(),
         }
 
     def figures(self) -> dict[str, go.Figure]:
@@ -312,9 +320,6 @@ def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
     if len(values) > 3:
         return f"{digits(values.min())} to {digits(values.max())}"
     return ", ".join(map(digits, values))
-
-
-MOST_NUMBERS = 8
 
 
 def _other(near: Nearby, n: int) -> str:

@@ -89,16 +89,10 @@ class LinearComponents(Result):
     """Learned part of each principal component, and what each head adds to it."""
 
     learned: Float[np.ndarray, " mode"]
-    """f_d, the learned fraction of each direction: 0 before learning, 1 after."""
     held: Float[np.ndarray, "head mode"]
-    """Contribution of each head to f_d: v_h e_d^T U_h e_d / m_d; they add up to f_d."""
     value: Float[np.ndarray, " head"]
-    """Value weights v_h."""
     key: Float[np.ndarray, "head mode"] | None
-    """K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads.
-    """
     query: Float[np.ndarray, "head mode"] | None
-    """Q_h e_d, with norms as in `key`."""
     rank: int
     """Rows of a head's key and query; those of U for merged heads."""
     n_components: int | None
@@ -110,6 +104,11 @@ class LinearComponents(Result):
     levels: Float[np.ndarray, " level"]
     """Loss with 0, 1, ... directions learned, unit y^2."""
     COLUMNS: ClassVar = {
+        "learned": "f_d, the learned fraction of each direction: 0 before learning, 1 after.",
+        "held": "Contribution of each head to f_d: v_h e_d^T U_h e_d / m_d; they add up to f_d.",
+        "value": "Value weights v_h.",
+        "key": "K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads.",
+        "query": "Q_h e_d, with norms as in key.",
         "head": HEADS["head"],
         "component": "Principal component of x, 1 for the one learned first.",
     }

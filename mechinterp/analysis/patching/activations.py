@@ -46,14 +46,14 @@ class PatchedActivations(Result):
     """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
     COLUMNS: ClassVar = HEADS | {
-        "pos": "Position of the activation, from 0; the last is the query's."
+        "activation": "Name of the patched activation: the residual stream, an output added to it, or a part of each head.",
+        "effect": "Patched minus unpatched metric, mean over prompts; streams have no head axis.",
+        "effect_sem": "Standard error of effect over prompts.",
+        "pos": "Position of the activation, from 0; the last is the query's.",
     }
     activation: str
-    """Name of the patched activation: the residual stream, an output added to it, or a part of each head."""
     effect: Float[np.ndarray, "layer pos *head"]
-    """Patched minus unpatched metric, mean over prompts; streams have no head axis."""
     effect_sem: Float[np.ndarray, "layer pos *head"]
-    """Standard error of `effect` over prompts."""
     total: float
     """Metric on the clean prompts minus metric on the corrupted prompts: the effect of a complete patch."""
     total_sem: float

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -51,16 +51,20 @@ class CircuitFaithfulness(Result):
     most 1, and CMD = 1 - CPR.
     """
 
+    COLUMNS: ClassVar = {
+        "n_edges": "Number of edges kept; the last row keeps all edges of the model.",
+        "faithfulness": "f at each size: 0 without edges, 1 with all.",
+        "faithfulness_sem": "Standard error of faithfulness over prompts, for this order of the edges.",
+        "distance": "Mean squared distance of the circuit's prediction to the full model's, -m(k).",
+        "distance_sem": "Standard error of distance over prompts.",
+    }
+    UNITS: ClassVar = {"y²": ("distance",)}
+
     n_edges: Int[np.ndarray, " size"]
-    """Number of edges kept; the last row keeps all edges of the model."""
     faithfulness: Float[np.ndarray, " size"]
-    """f at each size: 0 without edges, 1 with all."""
     faithfulness_sem: Float[np.ndarray, " size"]
-    """Standard error of `faithfulness` over prompts, for this order of the edges."""
     distance: Float[np.ndarray, " size"]
-    """Mean squared distance of the circuit's prediction to the full model's, -m(k); unit y^2."""
     distance_sem: Float[np.ndarray, " size"]
-    """Standard error of `distance` over prompts."""
     n_circuit: int
     """Number of edges of the circuit."""
     cpr: float

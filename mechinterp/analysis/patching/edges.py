@@ -54,6 +54,10 @@ class EdgeEffects(Result):
     """Effects of edges: change of the prediction that one node causes through another."""
 
     COLUMNS: ClassVar = {
+        "estimate": "First-order effect of each edge, mean over prompts, in units of the metric; NaN if the receiver does not come after the sender.",
+        "estimate_sem": "Standard error of estimate over prompts.",
+        "patched": "Effect of each edge when it is patched, mean over prompts, in units of the metric.",
+        "patched_sem": "Standard error of patched over prompts.",
         "from": "Node that writes: the input, a head or an MLP.",
         "to": "Node that reads: the query, key or value of a head, an MLP or the output.",
     }
@@ -64,14 +68,9 @@ class EdgeEffects(Result):
     receivers: tuple[str, ...]
     """Nodes that read: "L2H3.q", ".k" or ".v"; with nodes="all" also MLPs and "output"."""
     estimate: Float[np.ndarray, "sender receiver"]
-    """First-order effect of each edge, mean over prompts, in units of the metric; NaN if the receiver does not come
-    after the sender."""
     estimate_sem: Float[np.ndarray, "sender receiver"]
-    """Standard error of `estimate` over prompts."""
     patched: Float[np.ndarray, "sender receiver"]
-    """Effect of each edge when it is patched, mean over prompts, in units of the metric."""
     patched_sem: Float[np.ndarray, "sender receiver"]
-    """Standard error of `patched` over prompts."""
     rank_correlation: float
     """Spearman correlation of `estimate` and `patched` over the edges; NaN if no edge has an effect."""
     rank_correlation_sem: float

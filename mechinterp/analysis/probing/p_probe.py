@@ -37,17 +37,21 @@ class DescentCurves(Result):
     """Excess risk of gradient descent on several kinds of features of the same prompts, step by
     step."""
 
-    COLUMNS: ClassVar = {"step": "Number of steps of gradient descent on the features."}
+    COLUMNS: ClassVar = {
+        "step": "Number of steps of gradient descent on the features.",
+        "least_risk": "Smallest excess risk of the descent.",
+        "at_step": "Step with the smallest excess risk.",
+        "features": "Names of the features.",
+        "risk": "Mean squared distance to the noise-free target after 0, 1, ... steps.",
+        "log_area": "Mean over steps 1, 2, ... of log excess risk minus that of the first features; negative means faster.",
+        "log_area_sem": "Standard error of log_area, paired over prompts, by the delta method.",
+    }
+    UNITS: ClassVar = {"y²": ("risk", "least_risk")}
     features: tuple[str, ...]
-    """Names of the features."""
     risk: Float[np.ndarray, "features step"]
-    """Mean squared distance to the noise-free target after 0, 1, ... steps, unit y^2."""
     risk_sem: Float[np.ndarray, "features step"]
     log_area: Float[np.ndarray, " features"]
-    """Mean over steps 1, 2, ... of log excess risk minus that of the first features; negative means
-    faster."""
     log_area_sem: Float[np.ndarray, " features"]
-    """Standard error of `log_area`, paired over prompts, by the delta method."""
 
     @property
     def least_risk(self) -> Float[np.ndarray, " features"]:

@@ -40,6 +40,13 @@ class LayerProbes(Result):
     Row k is the stream before layer k, counted from 0; the last row is the stream after the last layer."""
 
     COLUMNS: ClassVar = {
+        "risk": "Excess risk of the probe on held-out prompts: mean squared error against the target without noise.",
+        "risk_sem": "Standard error of risk, over prompts and over the fit.",
+        "r2": "1 - excess risk / mean square of the target without noise.",
+        "r2_sem": "Standard error of r2, over prompts and over the fit.",
+        "control_r2": "r2 of a control that is fitted to the targets of other prompts, assigned at random.",
+        "control_r2_sem": "Standard error of control_r2, over prompts and over the fit.",
+        "penalty": "Penalty with the smallest cross-validated error, in units of the features' mean square.",
         "target": "Target of the probe.",
         "layer": "Number of the layer before which the stream is read, from 0; the number of layers is the end.",
         "pos": "Position of the target in the prompt, from 0; the last position is the query's.",
@@ -47,20 +54,12 @@ class LayerProbes(Result):
     positions: tuple[int, ...]
     """Positions in the prompt, from 0; the last position is the query's."""
     risk: Float[np.ndarray, "layer pos"]
-    """Excess risk of the probe on held-out prompts: mean squared error against the target without
-    noise."""
     risk_sem: Float[np.ndarray, "layer pos"]
-    """Standard error of `risk`, over prompts and over the fit."""
     r2: Float[np.ndarray, "layer pos"]
-    """1 - excess risk / mean square of the target without noise."""
     r2_sem: Float[np.ndarray, "layer pos"]
-    """Standard error of `r2`, over prompts and over the fit."""
     control_r2: Float[np.ndarray, "layer pos"]
-    """`r2` of a control that is fitted to the targets of other prompts, assigned at random."""
     control_r2_sem: Float[np.ndarray, "layer pos"]
-    """Standard error of `control_r2`, over prompts and over the fit."""
     penalty: Float[np.ndarray, "layer pos"]
-    """Penalty with the smallest cross-validated error, in units of the features' mean square."""
 
     def __repr__(self) -> str:
         risks = " ".join(f"{risk:.3g}" for risk in self.risk[:, -1])
@@ -89,6 +88,9 @@ class LayerProbes(Result):
 class Probing(Result):
     """Probes of the stream before each layer and at the end, for several targets."""
 
+    COLUMNS: ClassVar = {
+        "target": "Target of a probe: y, the response; beta, the task vector; x reweighted, times the context's correlations with y (Algorithm 1); x preconditioned, (S - 1) x with the context's covariance S; or a given function of the prompts."
+    }
     probes: Mapping[str, LayerProbes]
     """Probes by target."""
     read_out: ReadOut | None = None
@@ -107,9 +109,7 @@ class Probing(Result):
 
     @property
     def target(self) -> tuple[str, ...]:
-        """Target of a probe: y, the response; beta, the task vector; x reweighted, times the
-        context's correlations with y (Algorithm 1); x preconditioned, (S - 1) x with the context's
-        covariance S; or a given function of the prompts."""
+        """Names of the targets of the probes."""
         return tuple(self.probes)
 
     def to_frame(self) -> pd.DataFrame:

@@ -47,30 +47,29 @@ class ReadOut(Result):
     prediction of ridge regression at the task's penalty."""
 
     layers_run: Int[np.ndarray, " place"]
-    """Number of complete layers that have run."""
     head: Int[np.ndarray, " place"]
-    """Head of the next layer whose output is added; -1 if none is added."""
     own_loss: Float[np.ndarray, "target place"]
-    """Mean squared distance between the target and the model's own read-out (last norm and W_U),
-    unit y^2; NaN if that read-out uses other positions too."""
     own_loss_sem: Float[np.ndarray, "target place"]
     own_r2: Float[np.ndarray, "target place"]
-    """1 - own_loss / mean square of the target."""
     own_r2_sem: Float[np.ndarray, "target place"]
     fitted_loss: Float[np.ndarray, "target place"]
-    """Mean squared distance between the target and a ridge read-out, on held-out prompts, unit y^2.
-    """
     fitted_loss_sem: Float[np.ndarray, "target place"]
-    """Standard error of `fitted_loss`, over prompts and over the fit."""
     fitted_r2: Float[np.ndarray, "target place"]
     fitted_r2_sem: Float[np.ndarray, "target place"]
     penalty: Float[np.ndarray, "target place"]
-    """Penalty of the fitted read-out, in units of the features' mean square."""
     COLUMNS: ClassVar = {
+        "layers_run": "Number of complete layers that have run.",
+        "head": "Head of the next layer whose output is added; -1 if none is added.",
+        "own_loss": "Mean squared distance between the target and the model's own read-out (last norm and W_U); NaN if that read-out uses other positions too.",
+        "own_r2": "1 - own_loss / mean square of the target.",
+        "fitted_loss": "Mean squared distance between the target and a ridge read-out, on held-out prompts.",
+        "fitted_loss_sem": "Standard error of fitted_loss, over prompts and over the fit.",
+        "penalty": "Penalty of the fitted read-out, in units of the features' mean square.",
         "target": "Target of the read-out: y, the model's prediction, or the prediction of ridge regression.",
         "place": "Stream at the query: the input, before a layer plus the output of one head, or after a layer.",
         "fitted_r2": "1 - fitted_loss / mean square of the target.",
     }
+    UNITS: ClassVar = {"y²": ("own_loss", "fitted_loss")}
 
     @property
     def places(self) -> list[str]:

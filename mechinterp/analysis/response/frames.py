@@ -9,16 +9,16 @@ from jaxtyping import Float
 
 Estimate = tuple[float, float]
 """Value and standard error."""
-MEANINGS: Mapping[str, Mapping[str, str]] = {
+MEANINGS: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
     "symmetries": {
         "symmetry": "Change of the prompt that leaves the best answer as it is, or turns its sign.",
         "mismatch": "E (f - f')^2 / (2 E f^2), f' the prediction after the change that it should follow: 0 if it follows.",
         "bayes": "Mismatch of the Bayes learner.",
     },
     "filter": {
-        "s": "Eigenvalue of X^T X / L, unit x^2.",
-        "phi": "Weight of a direction with this eigenvalue, unit 1/x^2.",
-        "bayes": "Weight that the Bayes learner gives it, unit 1/x^2.",
+        "s": ("Eigenvalue of X^T X / L.", "x²"),
+        "phi": ("Weight of a direction with this eigenvalue.", "1/x²"),
+        "bayes": ("Weight that the Bayes learner gives it.", "1/x²"),
         "layer": "Number of the layer after which the filter is measured, from 0.",
     },
     "forms": {
@@ -27,10 +27,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     },
     "position": {
         "age": "Number of pairs after this one; 0 is the last pair.",
-        "weight": "Weight of the pair per similarity, unit 1/x^2.",
+        "weight": ("Weight of the pair per similarity.", "1/x²"),
     },
     "similarity": {
-        "u": "Similarity of the pair's x and the query's, their scalar product, unit x^2.",
+        "u": ("Similarity of the pair's x and the query's, their scalar product.", "x²"),
         "weight": "Weight of the pair, times the number of pairs L.",
     },
     "order": {
@@ -49,7 +49,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "sem": "Standard error of the number over prompts.",
     },
 }
-"""Meanings of the columns of each frame."""
+"""Meaning of the columns of each frame, with the unit where there is one."""
 OUTPUT = {"output": "Number of the response, from 0."}
 
 
@@ -90,7 +90,7 @@ class Frames:
     uses_sparsity: bool | None
     """For a sparse task: True if a rotation of x changes predictions as it changes the Bayes learner's; else None."""
     notes: tuple[str, ...]
-    """What was not measured, and why."""
+    """Measurements that were not made, with the reason."""
 
     def scalar(self, name: str, output: int = 0) -> Estimate:
         """Value of a scalar and its standard error.

@@ -29,9 +29,12 @@ class Gate:
     pairs."""
 
     def asked(self, algorithms: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
-        """Algorithms along the pairs if the learner is one, else those for which the pairs are a set; all, if none is
-        left."""
-        chosen = tuple(each for each in algorithms if each.along_pairs == self.along)
+        """Algorithms along the pairs, and those that they contain, if the learner is one; else those for which the pairs are
+        a set; all, if none is left."""
+        within = {each.contains for each in algorithms if each.along_pairs and self.along}
+        chosen = tuple(
+            each for each in algorithms if each.along_pairs == self.along or each.label in within
+        )
         return chosen or tuple(algorithms)
 
     def first_scalars(

@@ -195,7 +195,7 @@ def similarity_frame(sample: PromptArrays) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What a fresh pair in place of another does to the weight of a pair."""
+    """Change of the weight of a pair when another pair is exchanged for a fresh one."""
 
     frame: pd.DataFrame
     later: Estimate
@@ -342,7 +342,7 @@ def left_of(
 def _centred(gram: np.ndarray, inner: np.ndarray, n: int) -> float:
     """Coefficient of the mean of x, in units of the mean size of the filter fitted with it."""
     fitted = solve(gram[: n + 1, : n + 1], inner[: n + 1])
-    return float(-fitted[n] / np.abs(fitted[:n]).mean())
+    return float(ratio(-fitted[n], np.abs(fitted[:n]).mean()))
 
 
 def _mean_column(part: PromptArrays) -> Float[np.ndarray, "batch context 1"]:

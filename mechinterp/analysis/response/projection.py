@@ -43,7 +43,7 @@ class PromptArrays:
     a: Float[np.ndarray, "batch context"]
     """Weights of the pairs, df/dy_j."""
     group: Int[np.ndarray, " batch"]
-    """Group of each prompt; equal prompts are in one group."""
+    """Group of each prompt."""
     beta_var: float
     """Variance tau^2 of y given x per unit of x^2."""
     noise_var: float

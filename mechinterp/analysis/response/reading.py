@@ -8,10 +8,10 @@ from mechinterp.analysis.response.frames import Frames
 from mechinterp.config import TaskConfig
 
 NOT_LINEAR = 0.15
-"""Part left after all columns above which the learner is no linear map of y."""
+"""Part of the squared predictions that is not linear in y above which the learner is no linear map."""
 NO_FILTER = 0.05
 """Part left by the filter above which it does not describe the learner."""
-BY_SIMILARITY = 0.3
+BY_SIMILARITY = 0.15
 """Share of what the filter leaves that similarity must explain in a kernel."""
 NO_INTERACTION = 0.01
 """L^2 D below which pairs do not interact; batch learners have about 1."""
@@ -50,11 +50,24 @@ def forgets(found: Frames, output: int = 0) -> bool:
     return bool(1 - alpha > ERRORS * sem and fall > FORGETS)
 
 
+def not_linear(found: Frames, output: int = 0) -> float:
+    """Part of the squared predictions that is not linear in y.
+
+    On Gaussian tasks it is the mismatch of f(sum of two y) and the sum of both f, or the part that is even in y if that is
+    larger; else what all columns leave.
+    """
+    rows = found.of_output(found.symmetries, output).set_index("symmetry").mismatch
+    mismatch = float(rows.get("sum of two y", np.nan)) if found.by_gradient else np.nan
+    left = found.of_output(found.left, output).left
+    if np.isnan(mismatch):
+        return float(left.min())
+    return max(mismatch, found.scalar("even in y", output)[0])
+
+
 def kind(found: Frames, output: int = 0) -> str:
     """Class of learner: see docs/response.md for the table."""
     left = found.of_output(found.left, output).set_index("columns").left
-    after_all = float(left.min())
-    if after_all > NOT_LINEAR:
+    if not_linear(found, output) > NOT_LINEAR:
         return "no linear map"
     without = min(left["filter"], left["+ mean of x"])
     if without > NO_FILTER and left["+ similarity"] < (1 - BY_SIMILARITY) * without:
@@ -66,9 +79,9 @@ def kind(found: Frames, output: int = 0) -> str:
     later, earlier = (found.scalar(name, output)[0] for name in ("later", "earlier"))
     if max(later, earlier) < NO_INTERACTION:
         return "no interaction with forgetting" if forgets(found, output) else "no interaction"
-    if not forgets(found, output):
-        return "batch"
-    return "online" if earlier < ONLINE * later else "recursive least squares"
+    if earlier < ONLINE * later:
+        return "online"
+    return "recursive least squares" if forgets(found, output) else "batch"
 
 
 def headline(found: Frames, output: int = 0) -> str:

@@ -209,13 +209,13 @@ def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class _Setting:
-    """What the measurements of every response share."""
+    """Model, prompts and settings that all measurements of a response share."""
 
     source: Source
     function: Learner
     prompts: Prompts
     group: np.ndarray
-    """Group of each prompt; equal prompts are in one group."""
+    """Group of each prompt."""
     law: TaskConfig | None
     bayes: Learner | None
     by_gradient: bool
@@ -258,20 +258,17 @@ class _Setting:
 
 
 def _groups(prompts: Prompts) -> np.ndarray:
-    """Group of each prompt; equal prompts share theirs.
+    """Group of each prompt.
 
     Raises:
-        FewPromptsError: If there are fewer than 64 distinct prompts.
+        FewPromptsError: If there are fewer than 64 prompts.
     """
-    parts = (prompts.x.flatten(1), prompts.y.flatten(1), prompts.x_query)
-    rows = torch.cat([part.double() for part in parts], 1).numpy(force=True)
-    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    if len(first) < LEAST_DISTINCT:
+    n = len(prompts)
+    if n < LEAST_DISTINCT:
         raise FewPromptsError(
-            f"response needs {LEAST_DISTINCT} distinct prompts (n_prompts), got {len(first)}."
+            f"response needs {LEAST_DISTINCT} distinct prompts (n_prompts), got {n}."
         )
-    place = np.argsort(np.argsort(first))
-    return place[inverse.reshape(-1)] % GROUPS
+    return np.arange(n) % GROUPS
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import HEADS, Table, docstrings
+from mechinterp.analysis.result import HEADS, Table, known
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
@@ -44,14 +44,16 @@ class History(Result):
     how: str = ""
     """Sentence with optimiser, step size and logging interval; empty if unknown."""
     COLUMNS: ClassVar = HEADS | {
-        "eval_loss": "Loss on the same data at every step, which training never uses or of which it uses all; unit y^2.",
-        **{name: docstrings(Circuits)[name] for name in NORMS},
-        "omega": "Mean of omega over coordinates, unit 1/x^2.",
+        "step": "Number of updates.",
+        "eval_loss": "Loss on the same data at every step, which training never uses or of which it uses all.",
+        **{name: known(Circuits)[name] for name in NORMS},
+        "omega": "Mean of omega over coordinates.",
         "mu": "Diagonal of OV on y, mean over responses.",
-        "loss": "Mean training loss since the last row, unit y^2; NaN at step 0 and for weights from files.",
+        "loss": "Mean training loss since the last row; NaN at step 0 and for weights from files.",
         "share": "Standard deviation of the head's output, divided by the sum of these over its layer's heads.",
-        "rise": "Rise of the excess risk when the head is masked, unit y^2.",
+        "rise": "Rise of the excess risk when the head is masked.",
     }
+    UNITS: ClassVar = {"y²": ("eval_loss", "loss", "rise"), "1/x²": ("omega",)}
 
     def __repr__(self) -> str:
         return f"History({self.step[-1]} steps, final eval_loss {self.eval_loss[-1]:.4f})"

@@ -31,17 +31,12 @@ class JumpForecast(Result):
     """Jumps predicted from the initial weights, in the order of time."""
 
     step: Float[np.ndarray, " jump"]
-    """Middle of the drop in loss, in steps."""
     time: Float[np.ndarray, " jump"]
-    """`step` in units of tau."""
     direction: Int[np.ndarray, " jump"]
-    """Eigenvector learned, 0 for the largest eigenvalue."""
     eigenvalue: Float[np.ndarray, " jump"]
-    """Its eigenvalue, unit x^2."""
     vector: Float[np.ndarray, "jump d_x"]
     """Its entries; the sign is arbitrary."""
     head: Int[np.ndarray, " jump"]
-    """Head that learns it."""
     levels: Float[np.ndarray, " level"]
     """Loss before the first jump, between jumps and after the last; unit y^2."""
     curve: Float[np.ndarray, "point 2"]
@@ -49,10 +44,16 @@ class JumpForecast(Result):
     notes: tuple[str, ...]
     """Limits of the prediction for this config, as sentences."""
     COLUMNS: ClassVar = {
+        "head": "Head that learns it.",
+        "step": "Middle of the drop in loss, in steps.",
+        "time": "step in units of tau.",
+        "direction": "Eigenvector learned, 0 for the largest eigenvalue.",
+        "eigenvalue": "Its eigenvalue.",
         "jump": "Number of the jump, from 1.",
-        "loss_before": "Level of the loss before the jump, unit y^2.",
-        "loss_after": "Level of the loss after the jump, unit y^2.",
+        "loss_before": "Level of the loss before the jump.",
+        "loss_after": "Level of the loss after the jump.",
     }
+    UNITS: ClassVar = {"x²": ("eigenvalue",), "y²": ("loss_before", "loss_after")}
 
     def __repr__(self) -> str:
         jumps = (f"{d}@{s:.4g}" for d, s in zip(self.direction, self.step, strict=True))

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -53,52 +53,53 @@ standard errors and by more than the fraction GROWTH[1]."""
 class LearningCoefficient(Result):
     """Estimate of the local learning coefficient, with the sampler's diagnostics."""
 
+    COLUMNS: ClassVar = {
+        "estimate": "lambda_hat, without unit; NaN if the weights are not at a minimum.",
+        "sem": "Standard error over chains, including autocorrelation; NaN if the weights are not at a minimum.",
+        "exact": "Exact value at a minimum of this loss; None if unknown.",
+        "is_minimum": "True if neither descent nor the draws find a lower loss nearby.",
+        "reason": "Why the weights are not at a minimum; empty if they are.",
+        "unknown": "Why the exact value is unknown; empty if it is known.",
+        "acceptance": "Fraction of the draws that were accepted.",
+        "r_hat": "Variation over half-chains relative to the variation within them; 1 if the chains agree.",
+        "effective_draws": "Number of independent draws with the same error of the mean.",
+        "nbeta": "Weight of the loss in the sampled density.",
+        "localization": "Strength of the pull towards the weights.",
+        "loss": "L* at the weights.",
+        "gradient_norm": "Norm of the gradient of L at the weights, over the sampled entries.",
+        "fall": "Decrease of nbeta L by descent from the weights, with the pull. On the prompts of several layers, and for a module, descent ends once it finds a lower loss: then the decrease is at least as large.",
+        "sampled": "Sampled entries; all others stay fixed.",
+        "over": "Data of the loss: the population, or prompts.",
+        "moved": "Distance from the weights to the minimum that settle went to, in the unit of the weights; 0 without settle.",
+        "bias": "Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased.",
+    }
+    UNITS: ClassVar = {"y²": ("loss",), "1/y²": ("nbeta",), "1/weight²": ("localization",)}
+
     estimate: float = math.nan
-    """lambda_hat, without unit; NaN if the weights are not at a minimum."""
     sem: float = math.nan
-    """Standard error over chains, including autocorrelation; NaN if the weights are not at a
-    minimum."""
     exact: float | None
-    """Exact value at a minimum of this loss; None if unknown."""
     is_minimum: bool = False
-    """True if neither descent nor the draws find a lower loss nearby."""
     reason: str
-    """Why the weights are not at a minimum; empty if they are."""
     unknown: str
-    """Why the exact value is unknown; empty if it is known."""
     per_chain: Float[np.ndarray, " chain"]
     """Estimate of each chain; NaN if the weights are not at a minimum."""
     acceptance: float = math.nan
-    """Fraction of the draws that were accepted."""
     r_hat: float = math.nan
-    """Variation over half-chains relative to the variation within them; 1 if the chains agree."""
     effective_draws: float = math.nan
-    """Number of independent draws with the same error of the mean."""
     excess: Float[np.ndarray, "chain draw"]
     """nbeta (L - L*) at each draw; empty if descent already shows that the weights are not at a
     minimum."""
     nbeta: float
-    """Weight of the loss in the sampled density, unit 1/y^2."""
     localization: float
-    """Strength of the pull towards the weights, unit 1 / weight^2."""
     loss: float
-    """L* at the weights, unit y^2."""
     gradient_norm: float
-    """Norm of the gradient of L at the weights, over the sampled entries."""
     fall: float
-    """Decrease of nbeta L by descent from the weights, with the pull. On the prompts of several layers, and for a module,
-    descent ends once it finds a lower loss: then the decrease is at least as large."""
     sampled: str
-    """Sampled entries; all others stay fixed."""
     over: str
-    """Data of the loss: the population, or prompts."""
     moved: float = 0.0
-    """Distance from the weights to the minimum that `settle` went to, unit of the weights; 0
-    without `settle`."""
     curve: tuple["LearningCoefficient", ...] = ()
     """Estimates at the other nbeta."""
     bias: str = ""
-    """Why the draws are biased; empty for Hamiltonian Monte Carlo, which is unbiased."""
 
     def __repr__(self) -> str:
         where = f"{self.sampled}; {self.over}"

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Protocol, TypeVar, cast
 
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.score import Reading, predicts_nothing
+from mechinterp.checkpoints.foreign.score import Reading
 
 
 class Labelled(Protocol):
@@ -43,12 +43,15 @@ def over_readings(
         fitting = list(readings)
         possible = fitting[:1]
     results = [labelled(source.under(each)) for each in possible]  # type: ignore[attr-defined]
-    label, reason = agreed_label([each.label for each in results], results[0].reason, fitting)
+    # The doubt of a file that predicts is computed where it is shown.
+    doubt = "" if fitting[0].predicts else source.doubt  # type: ignore[attr-defined]
+    labels = [each.label for each in results]
+    label, reason = agreed_label(labels, results[0].reason, fitting, doubt)
     return cast("L", replace(results[0], label=label, reason=reason))  # type: ignore[type-var]
 
 
 def agreed_label(
-    patterns: Sequence[str], reason: str, readings: Sequence[Reading]
+    patterns: Sequence[str], reason: str, readings: Sequence[Reading], doubt: str = ""
 ) -> tuple[str, str]:
     """Label on which the readings of a file agree; otherwise `undetermined`, with the option that
     decides.
@@ -56,9 +59,10 @@ def agreed_label(
     Args:
         patterns: Labels of the remaining readings, in their order.
         reason: Reason of the first label.
+        doubt: Doubt about a file, for readings of which none predicts.
     """
     if not readings[0].predicts:
-        return "undetermined", predicts_nothing(readings)
+        return "undetermined", doubt
     possible = [reading for reading in readings if reading.stands]
     if len(set(patterns)) == 1:
         first, *others = dict.fromkeys(str(each.tried.get("score")) for each in possible)

@@ -14,9 +14,9 @@ from mechinterp.checkpoints.foreign.assemble import Tried, architecture, assembl
 from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
 from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
-from mechinterp.checkpoints.foreign.tensors import Parts
+from mechinterp.checkpoints.foreign.parts import Parts
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
-from mechinterp.config.model import LAYOUTS, NORMS
+from mechinterp.config.model import LAYOUTS, MLP_NORM, NORMS
 from mechinterp.fields import build, flatten
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -91,7 +91,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     Raises:
         ValueError: If the user contradicts what the format fixes.
     """
-    tries = _of_attention(form) if parts.alone else _of_layers(parts, form)
+    tries = _of_attention(form) if parts.alone else _of_layers(parts, form, given)
     tries["score_slope"] = (hints.score_slope or 1.0,)
     if not parts.has("read_out.weight"):
         tries["output_column"] = _output_columns(parts, hints)
@@ -143,20 +143,24 @@ def _of_attention(form: Format) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _of_layers(parts: Parts, form: Format) -> dict[str, tuple[object, ...]]:
+def _of_layers(
+    parts: Parts, form: Format, given: Mapping[str, object]
+) -> dict[str, tuple[object, ...]]:
     normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
     read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
+    of_mlps = mlps and parts.has("norm2.weight")
     plain, final = not (normed or mlps), parts.has("final_norm.weight")
     bent = mlps and any(bool(layer["mlp_in.weight"].any()) for layer in parts.layers)
+    several = len(parts.layers) > 1 or given.get("passes", 1) != 1
     open_positions = read_in and not plain and not parts.has("positions.weight")
     return {
-        "norm": ("before", "after") if normed else (None,),
+        "norm": ("before", "after") if normed else (MLP_NORM if of_mlps else None,),
         "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),
-        # In a single layer only the query matters, and it attends to the whole context in both
-        # cases.
-        "context_keys": (False, True) if len(parts.layers) > 1 else (False,),
+        # In a single layer that runs once only the query matters, and it attends to the whole
+        # context in both cases.
+        "context_keys": (False, True) if several else (False,),
         "score": ("softmax", "linear/L", "linear") if plain else ("softmax", "linear/L"),
         "scale": (None, 1.0) if plain and parts.d_head > 1 else (None,),
         "residual": (True, False) if len(parts.layers) == 1 and not (normed or final) else (True,),
@@ -355,7 +359,9 @@ class Case:
     model: ModelConfig
     task: TaskConfig
     known: frozenset[str]
-    """Fields of the task that the file, its shapes or the user state, such as task.d_x."""
+    """Fields of the task that are stated or that shapes show, such as task.d_x."""
+    stated: frozenset[str]
+    """Fields of the task that the file's settings or the user state."""
     _predicted: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     """Predictions by number of prompts, as a case is compared several times."""
 
@@ -418,10 +424,11 @@ def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
     task, known = source.task(sizes, min((n for n in limits if n is not None), default=None))
     ExperimentConfig(task=task, model=model)
     d_x, d_y = source.stated
+    stated = known | {f"task.{n}" for n in ("d_x", "d_y") if n in source.hints.given}
     if parts.shown_responses or (d_x, d_y) != (None, None):
         in_doubt = len(source.choices.get("layout", ())) > 1 and d_x is None
         known |= {"task.d_y"} if in_doubt else {"task.d_x", "task.d_y"}
-    return Case(source, parts, tried, model, task, known)
+    return Case(source, parts, tried, model, task, known, stated)
 
 
 def n_prompts_for(cases: Sequence[Case], more: int) -> int:

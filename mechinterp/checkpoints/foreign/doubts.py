@@ -1,11 +1,14 @@
 """Doubts about how an external file was read, computed when a command or an analysis shows them."""
 
+from collections.abc import Sequence
+
 import torch
 from einops import einsum
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.candidates import AGAIN, N_OF_LAYERS, Case, n_prompts_for
-from mechinterp.checkpoints.foreign.score import MARGIN, below
+from mechinterp.checkpoints.foreign.options import option, stated_option
+from mechinterp.checkpoints.foreign.score import ERRORS, MARGIN, Reading, below
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import attention_pattern
@@ -38,21 +41,32 @@ LAW = ("context_length", "covariance.kind", "beta_var", "noise_var", "query_nois
 """Fields of a task that decide the loss."""
 SCALES = tuple(2.0 ** (n / 8) for n in range(-24, 25))
 """Factors on the scores that are tried."""
+IN_DOUBT = "the task of this file, or how it was read, is in doubt"
+READ_IN_DOUBT = "how this file was read is in doubt"
+"""Doubt about a file whose task the user states whole."""
+PROVE = "prove the reading by --predictions"
+MOST_SHOWN = 2
+"""Number of readings in a message that none predicts."""
 
 
-def doubt_of(case: Case) -> str:
-    """Why the reading of a file is doubted although it predicts; empty if nothing suggests it."""
-    if factor := score_factor(case):
+def doubt_of(case: Case, readings: Sequence[Reading] = ()) -> str:
+    """Why the reading of a file is doubted; empty if nothing suggests it.
+
+    Args:
+        readings: Readings that were tried, that of the case first; empty if there is one.
+    """
+    if readings and not readings[0].predicts:
+        return predicts_nothing(case, readings)
+    left = 1.0 if case.parts.alone else left_by_factors(case)
+    if (case.parts.alone or left < REST) and (factor := score_factor(case)):
         return (
             f"the scale of the scores is in doubt: with --scale {factor[0] * case.scale:.4g} instead of {case.scale:.4g} the loss is "
-            f"{factor[1]:.2f} times as large on other prompts; state --scale, or prove the reading by --predictions"
+            f"{factor[1]:.2f} times as large on other prompts; state --scale, or {PROVE}"
         )
-    if not case.parts.alone and (left := left_by_factors(case)) < REST:
-        stated = {f"task.{name}" for name in LAW} <= case.known
-        options = "--model or --scale" if stated else "--task, --model or --scale"
+    if left < REST:
         return (
-            f"how this file was read, or its task, is in doubt: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
-            f"prompts, and training sets such factors; state {options}, prove the reading by --predictions, or hook the module in "
+            f"{in_doubt(case)}: one factor on each tensor lowers the loss by {1 - left:.0%} on other "
+            f"prompts, and training sets such factors; {_state(case, ('--task', '--model', '--scale'))}, or hook the module in "
             "memory (mechinterp.hook_module)"
         )
     if better := better_with(case):
@@ -63,16 +77,75 @@ def doubt_of(case: Case) -> str:
     return ""
 
 
+def in_doubt(case: Case) -> str:
+    """What is in doubt: the task only if the user does not state it whole."""
+    return READ_IN_DOUBT if _law_is_stated(case) else IN_DOUBT
+
+
+def _law_is_stated(case: Case) -> bool:
+    return {f"task.{name}" for name in LAW} <= case.known
+
+
+def _state(case: Case, options: Sequence[str]) -> str:
+    """The options that neither the file nor the user states, and a proof."""
+    hints, closed = case.source.hints, case.source.closed
+    stated = {
+        "--task": _law_is_stated(case),
+        "--output-scale": hints.output_scale is not None,
+        **{option(name): True for name in closed},
+    }
+    left = [each for each in dict.fromkeys(options) if not stated.get(each, False)]
+    return f"state {', '.join(left)}, or {PROVE}" if left else PROVE
+
+
+def predicts_nothing(case: Case, readings: Sequence[Reading]) -> str:
+    """Message that no reading predicts, or not the chosen one, with options that decide."""
+    if any(each.predicts for each in readings):
+        what = f"read as its format states, it does not predict clearly better than 0 ({readings[0]!r})"
+        return f"{in_doubt(case)}: {what}; {advice(readings)}"
+    best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
+    losses = "; ".join(map(repr, best))
+    more = ("--task", "--score", "--scale", "--output-scale", "--model")
+    return (
+        f"{in_doubt(case)}: on prompts of the {'stated' if _law_is_stated(case) else 'assumed'} task no reading predicts better "
+        f"than 0 by more than {MARGIN:.0%} and {ERRORS:.0f} standard errors (loss over that of 0: {losses}); "
+        f"{_state(case, (*map(option, readings[0].tried), *more))}"
+    )
+
+
+def tied(readings: Sequence[Reading]) -> str:
+    """Message that other readings predict as well as the first, with the options that decide; empty
+    if none does."""
+    alike = [each.tried for each in readings[1:] if each.ties and each.predicts]
+    named = [n for n in (readings[0].tried if alike else ()) if any(tried.get(n) != readings[0].tried[n] for tried in alike)]  # fmt: skip
+    if not named:
+        return ""
+    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
+
+
+def advice(readings: Sequence[Reading]) -> str:
+    """Options under which a file predicts, although it does not as its format states."""
+    fixed, predicting = readings[0].tried, [each for each in readings[1:] if each.predicts]
+    best = min(predicting, key=lambda each: each.loss)
+    changed = {n: v for n, v in best.tried.items() if v != fixed.get(n)}
+    named = ", ".join(f"{name} {value}" for name, value in changed.items())
+    options = " ".join(stated_option(name, value) for name, value in changed.items())
+    n_more = len(predicting) - 1
+    more = ["", "; so does another reading"][n_more] if n_more < 2 else f"; so do {n_more} others"
+    return f"{named} predicts ({best.loss:.3g}): {options}{more}"
+
+
 def score_factor(case: Case) -> tuple[float, float] | None:
-    """Factor on softmax scores of an unstated scale that lowers the loss by more than three standard errors, and not by clearly
-    less than a factor on the output does; with the fraction of the loss that it leaves. None if there is none.
+    """Factor on the softmax scores of all layers, of an unstated scale, that lowers the loss by more than three standard errors,
+    and not by clearly less than a factor on the output does; with the fraction of the loss that it leaves. None if there is none.
 
     The factor is found on one half of the prompts, and the loss is measured on the other.
     """
     source = case.source
-    if case.tried["score"] != "softmax" or "scale" in source.closed or not case.parts.alone:
+    if case.tried["score"] != "softmax" or "scale" in source.closed:
         return None
-    prompts = evaluation_prompts(case.task, n_prompts=n_prompts_for([case] * len(SCALES), AGAIN))
+    count = n_prompts_for([case] * len(SCALES), AGAIN)
+    prompts = evaluation_prompts(case.task, n_prompts=count)
     half, wanted = len(prompts) // 2, prompts.y_query.double()
 
     def error(prediction: Tensor) -> Tensor:
@@ -98,7 +171,9 @@ def score_factor(case: Case) -> tuple[float, float] | None:
 
 
 def _predicted(case: Case, prompts: Prompts) -> Tensor:
-    weights = case.weights().to(torch.float64)
+    weights = case.weights()
+    if weights.model.one_attention:
+        weights = weights.to(torch.float64)
     return predictor_of(weights).predict(prompts.to(weights.dtype)).double()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import Tensors
+from mechinterp.checkpoints.foreign.names import Tensors, shown
 
 PER_HEAD = "query_key_value"
 """Name of a qkv matrix that is packed per head."""
@@ -16,18 +16,19 @@ NORMED = (
     ("parametrizations.weight.original0", "parametrizations.weight.original1"),
 )
 """Names of length and direction, under the old and the new weight_norm."""
+PARAMETRIZED = "parametrizations.weight."
 SPECTRAL = (
     ("weight_orig", "weight_u", "weight_v"),
-    *(
-        (
-            "parametrizations.weight.original",
-            f"parametrizations.weight.0.{u}",
-            f"parametrizations.weight.0.{v}",
-        )
-        for u, v in (("_u", "_v"),)
-    ),
+    (f"{PARAMETRIZED}original", f"{PARAMETRIZED}0._u", f"{PARAMETRIZED}0._v"),
 )
 """Names of a matrix and its first singular vectors, under the old and the new spectral_norm."""
+TOOLS = {
+    "weight_g": "torch.nn.utils.remove_weight_norm(module)",
+    "weight_orig": "torch.nn.utils.remove_spectral_norm(module), or torch.nn.utils.prune.remove(module, 'weight') if it is pruned",
+    f"{PARAMETRIZED}original0": "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')",
+    f"{PARAMETRIZED}original": "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')",
+}
+"""Calls that write a plain weight, by the end of the name of a tensor that is left over."""
 
 
 def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor]:
@@ -36,7 +37,7 @@ def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor
     Args:
         settings: `lora_scale`, the factor on the product of LoRA's matrices, if a config states it.
     Raises:
-        ValueError: If a LoRA has no stated scale.
+        ValueError: If a LoRA has no stated scale, or a tensor of a changed weight is missing.
     Example:
         >>> state = {"q.weight_orig": torch.ones(2, 2), "q.weight_mask": torch.eye(2)}
         >>> folded(state, {})["q.weight"].tolist()
@@ -54,11 +55,16 @@ def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor
                 parts = [stem + word for word in words]
                 if name.endswith(words[0]) and all(part in plain for part in parts):
                     plain[f"{stem}weight"] = join(*(plain.pop(part) for part in parts))
+    for name in plain:
+        for end, tool in TOOLS.items():
+            if name == end or name.endswith(f".{end}"):
+                raise ValueError(f"{shown(name)} is a changed weight, of which other tensors are missing; write state_dict() after {tool}.")  # fmt: skip
     return _with_low_rank(plain, settings.get("lora_scale"))
 
 
 def _normed(length: Tensor, direction: Tensor) -> Tensor:
-    axes = tuple(i for i in range(direction.ndim) if length.shape[i] == 1 < direction.shape[i])
+    """Direction scaled to this length: a number, or one entry for each index of an axis."""
+    axes = tuple(i for i, size in enumerate(length.shape) if size == 1)
     return direction * length / direction.norm(dim=axes or None, keepdim=True)
 
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.checkpoints.foreign.folded import is_products, of_products
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless, piece_of
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.tensors import (
-    WORD_MODEL,
-    Layout,
-    TensorError,
-    layout_of,
-    require_known_kind,
-    require_numbers,
+from mechinterp.checkpoints.foreign.kinds import WORD_MODEL, require_known_kind
+from mechinterp.checkpoints.foreign.layout import Layout, layout_of
+from mechinterp.checkpoints.foreign.names import (
+    ATTENTION,
+    Tensors,
+    is_harmless,
+    piece_of,
     shown,
-    unstacked,
 )
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
+from mechinterp.checkpoints.foreign.stacks import unstacked
 from mechinterp.config.model import NAMES
 
 PREFIX = "blocks.0.attn."
@@ -233,15 +233,17 @@ def _may_attend(unmatched: list[Tensor], layout: Layout) -> bool:
     return packed or (len(shapes) > 2 and len(set(shapes)) < len(shapes))
 
 
-IN_SEQUENCE = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)")
-"""Names of the layers of a torch.nn.Sequential."""
+OF_PERCEPTRON = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)|(?:.*[./])?mlp[./][^./]+")
+"""Names of the layers of a torch.nn.Sequential, and of tensors inside an MLP."""
 
 
 def _require_attention(tensors: Tensors, layout: Layout) -> None:
     """Refuse a file of nothing but an MLP."""
-    others = [n for n in layout.unknown if not IN_SEQUENCE.fullmatch(n)]
     perceptron = all(p.part in ("mlp_in", "mlp_out", "read_in", "read_out") for p in layout.pieces)
-    if not tensors or others or not perceptron or _may_attend([tensors[n] for n in layout.unknown], layout):  # fmt: skip
+    others = [n for n in layout.unknown if not OF_PERCEPTRON.fullmatch(n)]
+    # Layers of a Sequential may also be attention whose parts have numbers.
+    numbered = [tensors[n] for n in layout.unknown if "mlp" not in n]
+    if not tensors or others or not perceptron or _may_attend(numbered, layout):
         return
     listed = ", ".join(map(shown, sorted(tensors)[:8]))
     raise ValueError(f"a model must have attention, as every analysis reads it; got {listed}.")
@@ -274,6 +276,8 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
         stated: True: the user states this format; a GPT-2 may then lack some tensors of Hugging
             Face's GPT-2.
     """
+    if row is HOOKED and not stated and not _attention_between_zeros(tensors):
+        return False
     if row.patterns:
         fits = [any(re.search(each, name) for name in tensors) for each in row.patterns]
         if row.name != "gpt2":
@@ -291,6 +295,15 @@ def _matches(row: Format, tensors: Tensors, *, stated: bool) -> bool:
                     any(tensors[each].ndim == 3 for each in held) and _attention_alone(tensors)
                 )
     return False
+
+
+def _attention_between_zeros(tensors: Tensors) -> bool:
+    """True unless names show several layers, norms or a read-in, or words that are not zero."""
+    pieces = [piece for name in tensors if (piece := piece_of(name)) is not None]
+    several = len({p.layer for p in pieces if p.part in ATTENTION}) > 1
+    between = any(p.part == "read_in" or "norm" in p.part for p in pieces)
+    words = any(p.part == "words" and tensors[p.name].any() for p in pieces)
+    return not (several or between or words)
 
 
 def _attention_alone(tensors: Tensors) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mechinterp.config import SCORES
-from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
+from mechinterp.config.model import ACTIVATIONS, LAYOUTS, MLP_NORM, NORMS
 from mechinterp.fields import Rules
 
 COLUMNS = ("x,y", "y,x")
@@ -17,7 +17,7 @@ PACKINGS = ("whole", "per_head")
 SIGNS = ("plus", "minus")
 ORIENTATIONS = ("out,in", "in,out")
 JOINS: dict[str, tuple[str | bool, ...]] = {
-    "norm": (*NORMS, "none"),
+    "norm": (*NORMS, MLP_NORM, "none"),
     "activation": ACTIVATIONS,
     "layout": LAYOUTS,
     "residual": (True, False),

@@ -1,6 +1,6 @@
 """Proof of a reading: which of the readings that the options allow give the predictions that the owner recorded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, product
@@ -17,7 +17,8 @@ from mechinterp.checkpoints.foreign.candidates import BASES, FINER_BASES, Case
 from mechinterp.checkpoints.foreign.options import COLUMNS, SIGNS, stated_option
 from mechinterp.checkpoints.foreign.recorded import Recording
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.config.model import ACTIVATIONS, LAYOUTS, NORMS
+from mechinterp.config.model import ACTIVATIONS, LAYOUTS, MLP_NORM, NORMS
+from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.run import general
 from mechinterp.models.run.predictor import predictor_of
@@ -77,21 +78,35 @@ class Proof:
         )
 
 
-def prove(cases: Sequence[Case], recordings: Sequence[Recording], file: Path) -> Proof:
+def prove(
+    cases: Sequence[Case],
+    recordings: Sequence[Recording],
+    file: Path,
+    *,
+    shown: Sequence[Tried] = (),
+    most: int | None = None,
+) -> Proof:
     """The readings that give the recorded predictions.
 
     Args:
         cases: Usual readings of a file; their other choices are tried from here.
         recordings: Recorded predictions, all of which a proven reading gives.
         file: File of the weights, for messages.
+        shown: Settings that a running module shows, which are not varied; several if it leaves open which of them holds.
+        most: Largest number of readings to try, one forward pass on a few prompts each; the message then names the number alone.
     Raises:
         NotUnderstoodError: If no reading gives them; the message has the nearest, its R², and the one factor that
             would explain the difference.
         ValueError: If no reading has predictions of this kind.
     """
-    search = _Search(cases, recordings)
+    search = _Search(cases, recordings, shown, most)
     search.go()
     proven = [case for case in search.ordered if search.difference(case) <= 1]
+    if not proven and most is not None:
+        tried = counted(len(search.known), "reading")
+        raise NotUnderstoodError(
+            f"{file}: no reading gives the predictions ({tried} tried, at most {most})"
+        )
     if not proven:
         raise NotUnderstoodError(f"{file}: {_nearest(search)}")
     proven = sorted(search.with_neighbours(proven), key=search.rank)
@@ -99,6 +114,10 @@ def prove(cases: Sequence[Case], recordings: Sequence[Recording], file: Path) ->
     for case in proven:
         if not any(_is_one_model(case, other, recordings[0]) for other in different):
             different.append(case)
+    # What the code of a known format fixes is not open, if its reading is among the proven ones.
+    fixed = cases[0].source.form.fixed
+    known = [case for case in different if all(case.tried.get(n, v) == v for n, v in fixed.items())]
+    different = known or different
     half = any(each.half for each in recordings)
     shown = search.gap(different[0])
     return Proof(tuple(different), shown, half, len(search.misfits))
@@ -111,10 +130,18 @@ Groups = list[list[Tried]]
 class _Search:
     """Readings by how far their predictions are from the recorded ones."""
 
-    def __init__(self, cases: Sequence[Case], recordings: Sequence[Recording]) -> None:
-        self.starts, self.recordings = cases, recordings
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        recordings: Sequence[Recording],
+        shown: Sequence[Tried] = (),
+        most: int | None = None,
+    ) -> None:
+        cases = _as_shown(cases, shown) if shown else cases
+        self.starts, self.recordings, self.most = cases, recordings, most
+        self.closed = {name for each in shown for name in each}
         by_parts = {id(case.parts): case for case in reversed(cases)}
-        self.groups = {key: possible(case, recordings[0]) for key, case in by_parts.items()}
+        self.groups = {key: self.possible(case) for key, case in by_parts.items()}
         self.firsts = by_parts
         first = recordings[0]
         self.few = first.rows(slice(N_FEW))
@@ -130,6 +157,19 @@ class _Search:
         """All readings tried so far, the nearest first."""
         return sorted(self.misfits, key=self.misfits.__getitem__)
 
+    def possible(self, case: Case) -> Groups:
+        """Values of a reading's choices that are open."""
+        return possible(case, self.recordings[0], self.closed)
+
+    def neighbours(self, case: Case, most: int = 1) -> list[Case]:
+        """Readings that differ in up to `most` groups of choices."""
+        groups = self.possible(case)
+        changes: list[Tried] = []
+        for count in range(1, most + 1):
+            for chosen in combinations(groups, count):
+                changes += _merged(product(*chosen))
+        return case.changed(changes)
+
     def go(self) -> None:
         """Try all combinations, or go on from the nearest of the usual ones.
 
@@ -141,7 +181,7 @@ class _Search:
             self._climb()
         else:
             for key, case in self.firsts.items():
-                self.add(case.changed(_merged(product(*self.groups[key]))))
+                self.add(case.changed(_usual_first(self.groups[key])), self.most)
         if not any(np.isfinite(each) for each in self.misfits.values()):
             raise self.fault or ValueError(
                 "no reading has finite predictions for the recorded prompts."
@@ -152,8 +192,10 @@ class _Search:
         for start in self.ordered[:STARTS]:
             case = start
             for _ in range(ROUNDS):
-                near = _neighbours(case, self.recordings[0])
-                self.add(near)
+                if self.most is not None and len(self.known) >= self.most:
+                    return
+                near = self.neighbours(case)
+                self.add(near, self.most)
                 # Each start has a path of its own, as the nearest of all may be a dead end.
                 compared = [each for each in near if each in self.misfits]
                 nearest = min(compared, key=self.misfits.__getitem__, default=case)
@@ -163,20 +205,26 @@ class _Search:
             if self.difference(self.ordered[0]) <= 1:
                 return
         for start in self.ordered[:N_PAIRED]:
-            self.add(_neighbours(start, self.recordings[0], 2))
+            self.add(self.neighbours(start, 2), self.most)
 
     def with_neighbours(self, proven: Sequence[Case]) -> list[Case]:
         """Proven readings, with those that differ from the first in one choice."""
         for case in proven[:1]:
-            self.add(_neighbours(case, self.recordings[0]))
+            self.add(self.neighbours(case), most=None)
         return [case for case in self.ordered if self.difference(case) <= 1]
 
-    def add(self, cases: Sequence[Case]) -> None:
-        """Compare further readings on a few prompts."""
+    def add(self, cases: Sequence[Case], most: int | None = None) -> None:
+        """Compare further readings on a few prompts.
+
+        Args:
+            most: Limit on the number of all readings; with a limit, the first proven one ends the comparison.
+        """
         for case in cases:
             key = (id(case.parts), *sorted(case.tried.items(), key=lambda item: item[0]))
             if key in self.known:
                 continue
+            if most is not None and len(self.known) >= most:
+                return
             self.known.add(key)
             try:
                 predicted = predictions_of(case.weights(), self.few)
@@ -188,6 +236,8 @@ class _Search:
             wanted = self.few.prediction
             along = (predicted * wanted).sum() ** 2 / predicted.square().sum().clamp(min=1e-300)
             self.shapes[case] = float((1 - along / wanted.square().sum()).nan_to_num(torch.inf))
+            if most is not None and self.difference(case) <= 1:
+                return
 
     def difference(self, case: Case) -> float:
         """Largest difference from the recorded predictions over the limit; proven up to 1."""
@@ -240,40 +290,69 @@ def _at_query(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     return predictor_of(weights).predict(prompts.to(weights.dtype)).double()
 
 
-def possible(case: Case, recording: Recording) -> Groups:
-    """Values of a reading's choices that neither the file nor the user states."""
+def _as_shown(cases: Sequence[Case], shown: Sequence[Tried]) -> list[Case]:
+    """The readings with the settings that a module shows, each once."""
+    own: dict[object, Case] = {}
+    for case in cases:
+        extra = ("norm_eps",) if case.tried.get("norm") else ()
+        known = {*case.tried, "rotary_base", "rotary_adjacent_pairs", *extra}
+        for changed in case.changed(
+            {n: v for n, v in each.items() if n in known} for each in shown
+        ):
+            key = (id(changed.parts), *sorted(changed.tried.items(), key=lambda item: item[0]))
+            own.setdefault(key, changed)
+    return list(own.values())
+
+
+def possible(case: Case, recording: Recording, closed: Collection[str] = ()) -> Groups:
+    """Values of a reading's choices that neither the file nor the user states.
+
+    Args:
+        closed: Names of further choices that are not varied.
+    """
     tried, parts = case.tried, case.parts
-    closed = case.source.given.keys()
+    fixed = {**case.source.given, **{name: tried[name] for name in closed if name in tried}}
     plain: dict[str, Sequence] = {
         "columns": COLUMNS if tried.get("layout") != "in_turn" else (tried["columns"],),
         "sign": SIGNS,
         "attend_to_self": (True, False),
         "output_column": case.source.choices.get("output_column", ()),
-        "context_keys": (False, True) if len(parts.layers) > 1 else (),
+        # In one layer that runs once only the query's keys count; `_passes` has the other cases.
+        "context_keys": (False, True) if len(parts.layers) > 1 or "passes" in closed else (),
         "layout": LAYOUTS if parts.has("read_in.weight") else (),
         "activation": ACTIVATIONS
         if len(case.source.choices.get("activation", ())) > 1
         or "activation" in case.source.form.assumed
         else (),
         "residual": case.source.choices.get("residual", ()),
-        "passes": (1, 2, 3, 4) if len(parts.layers) <= MOST_LAYERS else (1,),
     }
     groups: Groups = []
     for name, values in plain.items():
-        if name in tried and name not in closed:
+        if name in tried and name not in fixed:
             every = dict.fromkeys((tried[name], *values))
             groups.append([{name: value} for value in every])
-    every_group = [*groups, _scores(case, recording), _norms(case), _positions(case)]
-    kept = [[each for each in values if _fits(each, case)] for values in every_group]
+    every_group = [*groups, _passes(case), _scores(case, recording), _norms(case), _positions(case)]
+    kept = [[each for each in values if _fits(each, fixed, case)] for values in every_group]
     return [values for values in kept if len(values) > 1]
 
 
-def _fits(change: Tried, case: Case) -> bool:
-    """False if a change contradicts what the file or the user states."""
-    given = case.source.given
+def _fits(change: Tried, fixed: Mapping[str, object], case: Case) -> bool:
+    """False if a change contradicts what is stated or shown."""
     return all(
-        given.get(name, value) == value for name, value in change.items() if name in case.tried
+        fixed.get(name, value) == value for name, value in change.items() if name in case.tried
     )
+
+
+def _passes(case: Case) -> list[Tried]:
+    """Numbers of runs through the layers; for one layer also which keys a second run reads."""
+    tried, n_layers = case.tried, len(case.parts.layers)
+    if "passes" not in tried or "passes" in case.source.given or n_layers > MOST_LAYERS:
+        return []
+    names = ("passes", "context_keys") if n_layers == 1 else ("passes",)
+    own: Tried = {name: tried[name] for name in names}
+    rows = [(1, False), *product((2, 3, 4), (False, True))]
+    changes = [own, *(dict(zip(names, row, strict=False)) for row in rows)]
+    return [each for i, each in enumerate(changes) if each not in changes[:i]]
 
 
 def _scores(case: Case, recording: Recording) -> list[Tried]:
@@ -294,12 +373,13 @@ def _norms(case: Case) -> list[Tried]:
     parts, tried = case.parts, case.tried
     if "norm" not in tried:
         return []
-    if parts.has("norm1.weight"):
-        places: tuple[str | None, ...] = NORMS
+    of_mlps = parts.has("norm2.weight") and not parts.has("norm1.weight")
+    places: tuple[str | None, ...] = (MLP_NORM,) if of_mlps else NORMS
+    if of_mlps or parts.has("norm1.weight"):
         kinds = (False, True) if parts.bare_norms else (False,)
         rest: list[Tried] = []
     else:
-        places, kinds = NORMS, (False, True)
+        kinds = (False, True)
         rest = [{"norm": None, "rms_norm": False}]
     own: Tried = {"norm": tried["norm"], "rms_norm": tried["rms_norm"]}
     changes: list[Tried] = [
@@ -331,19 +411,16 @@ def _positions(case: Case) -> list[Tried]:
     return changes
 
 
+def _usual_first(groups: Groups) -> list[Tried]:
+    """All combinations of choices, those with the fewest unusual values first."""
+    rows = product(*(list(enumerate(values)) for values in groups))
+    ordered = sorted(rows, key=lambda row: sum(number > 0 for number, _ in row))
+    return list(_merged(tuple(value for _, value in row) for row in ordered))
+
+
 def _merged(rows: Iterator[tuple[Tried, ...]]) -> Iterator[Tried]:
     for row in rows:
         yield {name: value for each in row for name, value in each.items()}
-
-
-def _neighbours(case: Case, recording: Recording, most: int = 1) -> list[Case]:
-    """Readings that differ in up to `most` groups of choices."""
-    groups = possible(case, recording)
-    changes: list[Tried] = []
-    for count in range(1, most + 1):
-        for chosen in combinations(groups, count):
-            changes += _merged(product(*chosen))
-    return case.changed(changes)
 
 
 def _is_one_model(case: Case, other: Case, recording: Recording) -> bool:

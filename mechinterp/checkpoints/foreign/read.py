@@ -6,7 +6,7 @@ user states is assumed, and listed by name in `Checkpoint.assumed`."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,30 +25,26 @@ from mechinterp.checkpoints.foreign.candidates import (
     refinements,
     rotary_of,
 )
-from mechinterp.checkpoints.foreign.doubts import doubt_of
+from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
 from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
+from mechinterp.checkpoints.foreign.layout import Layout
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
+from mechinterp.checkpoints.foreign.parts import Parts, parts_of
 from mechinterp.checkpoints.foreign.proof import Proof, prove
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
+from mechinterp.checkpoints.foreign.refusals import of_file
+from mechinterp.checkpoints.foreign.renaming import mapped, unused_names
 from mechinterp.checkpoints.foreign.score import (
     LazyReadings,
     Reading,
     Tried,
     better_packing,
-    tied,
     try_cases,
 )
-from mechinterp.checkpoints.foreign.tensors import (
-    Layout,
-    Parts,
-    mapped,
-    of_file,
-    parts_of,
-    unused_names,
-)
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json, read_yaml
+from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import SCORES
@@ -117,6 +113,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
         if str(raw.get(key, value)).lower() != str(value).lower():
             raise ValueError(f"{key} must be {value}, got {raw[key]!r}.")
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
+    known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
     for name, spellings in (COUNTS | WORDS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
@@ -254,7 +251,14 @@ def read_foreign(run: Sequence[Stored], hints: Hints) -> Checkpoint:
         return _read(run, replace(hints, task=_stated_task(last.settings, hints)), recordings)
 
 
-def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints) -> Checkpoint:
+def read_proven(
+    tensors: Tensors,
+    recordings: Sequence[Recording],
+    hints: Hints,
+    *,
+    shown: Sequence[Tried] = (),
+    most: int | None = None,
+) -> Checkpoint:
     """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
 
     The state dict is copied, so that later edits of it do not count.
@@ -262,6 +266,8 @@ def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints)
     Args:
         recordings: As `recording_of` makes them.
         hints: What is known besides, such as the number of heads and the task.
+        shown: Settings that the running module shows; several if it leaves open which of them holds.
+        most: Largest number of readings to try; None: no limit.
     Raises:
         NotUnderstoodError: If no reading gives the predictions.
         ValueError: If the tensors fit no format, or the predictions another task.
@@ -280,7 +286,8 @@ def read_proven(tensors: Tensors, recordings: Sequence[Recording], hints: Hints)
     """
     copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     stored = Stored(Path("state dict"), copied, {})
-    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings)
+    proving = partial(prove, recordings=recordings, shown=shown, most=most)
+    return _read([stored], replace(hints, task=dict(hints.task or {})), recordings, proving)
 
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
@@ -295,7 +302,12 @@ def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, obje
     return task | {**(stated if isinstance(stated, Mapping) else {}), **(hints.task or {})}
 
 
-def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] = ()) -> Checkpoint:
+def _read(
+    run: Sequence[Stored],
+    hints: Hints,
+    recordings: Sequence[Recording] = (),
+    proving: Callable[..., Proof] | None = None,
+) -> Checkpoint:
     last, length = run[-1], None
     if recordings:
         hints, length = _sizes_of_recordings(recordings, hints), recordings[0].length
@@ -338,7 +350,8 @@ def _read(run: Sequence[Stored], hints: Hints, recordings: Sequence[Recording] =
         raise faults[0]
     if recordings:
         every = [case for some in by_packing.values() for case in some]
-        return _proven(last, prove(every, recordings, last.file))
+        proving = proving or partial(prove, recordings=recordings)
+        return _proven(last, proving(every, file=last.file))
     cases = better_packing(list(by_packing.values()))
     readings: Sequence[Reading]
     names: list[str]
@@ -519,14 +532,17 @@ def _checkpoint(
         assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
         if open_between := tied(readings):
             assumed["undetermined"] = open_between
+    if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
+        assumed["weights"] = f"the last of {times} that were saved"
     if unused := unused_names(stored.tensors, case.source.hints.map or {}):
         assumed["unused"] = unused
     stated: dict[str, object] = {
         f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried
     }
-    stated |= {n: v for n, v in values if n in case.known}
+    stated |= {n: v for n, v in values if n in case.known & case.stated}
     rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
-    known = {f"model.{name}": case.value_of(name) for name in rest}
+    known = {n: v for n, v in values if n in case.known - case.stated}
+    known |= {f"model.{name}": case.value_of(name) for name in rest}
     if "attn_scale" not in assumed and "model.scale" not in stated:
         known["model.scale"] = case.scale
     return Checkpoint(
@@ -539,7 +555,7 @@ def _checkpoint(
         stated=stated,
         known=known,
         readings=readings,
-        doubting=partial(doubt_of, case),
+        doubting=partial(doubt_of, case, readings),
     )
 
 

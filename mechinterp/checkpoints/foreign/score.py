@@ -25,7 +25,7 @@ from mechinterp.checkpoints.foreign.candidates import (
     n_prompts_for,
     near_values,
 )
-from mechinterp.checkpoints.foreign.options import option, stated_option
+from mechinterp.checkpoints.foreign.options import option
 from mechinterp.models.weights import Weights
 
 ROUNDING = 1e-12
@@ -36,11 +36,6 @@ else they tie.
 
 Larger values make more readings tie.
 """
-
-MOST_SHOWN = 2
-LEFT_TO_SAY = ("--task", "--score", "--scale", "--output-scale", "--model", "--predictions")
-"""Options that may settle a doubt, whatever was tried."""
-IN_DOUBT = "the task of this file, or how it was read, is in doubt"
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,43 +134,6 @@ def ranked(
     rows = range(len(readings))
     order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
     return [readings[i] for i in order]
-
-
-def predicts_nothing(readings: Sequence[Reading]) -> str:
-    """Message that no reading predicts, with options that decide."""
-    if any(each.predicts for each in readings):
-        what = f"read as its format states, it does not predict clearly better than 0 ({readings[0]!r})"
-        return f"{IN_DOUBT}: {what}; {advice(readings)}"
-    best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
-    losses = "; ".join(map(repr, best))
-    named = [*map(option, readings[0].tried), *LEFT_TO_SAY]
-    *first, last = dict.fromkeys(named)
-    return (
-        f"{IN_DOUBT}: on prompts of the assumed task no reading predicts better than 0 by more than {MARGIN:.0%} and "
-        f"{ERRORS:.0f} standard errors (loss over that of 0: {losses}); state {', '.join(first)}, or prove the reading by {last}"
-    )
-
-
-def tied(readings: Sequence[Reading]) -> str:
-    """Message that other readings predict as well as the first, with the options that decide; empty
-    if none does."""
-    alike = [each.tried for each in readings[1:] if each.ties and each.predicts]
-    named = [n for n in (readings[0].tried if alike else ()) if any(tried.get(n) != readings[0].tried[n] for tried in alike)]  # fmt: skip
-    if not named:
-        return ""
-    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
-
-
-def advice(readings: Sequence[Reading]) -> str:
-    """Options under which a file predicts, although it does not as its format states."""
-    fixed, predicting = readings[0].tried, [each for each in readings[1:] if each.predicts]
-    best = min(predicting, key=lambda each: each.loss)
-    changed = {n: v for n, v in best.tried.items() if v != fixed.get(n)}
-    named = ", ".join(f"{name} {value}" for name, value in changed.items())
-    options = " ".join(stated_option(name, value) for name, value in changed.items())
-    n_more = len(predicting) - 1
-    more = ["", "; so does another reading"][n_more] if n_more < 2 else f"; so do {n_more} others"
-    return f"{named} predicts ({best.loss:.3g}): {options}{more}"
 
 
 def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:

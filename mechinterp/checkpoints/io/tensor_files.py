@@ -21,7 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import chosen_names, piece_of
+from mechinterp.checkpoints.foreign.copies import MOST_SHOWN, chosen_names
+from mechinterp.checkpoints.foreign.names import piece_of, shown
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.unpickler import (
@@ -30,6 +31,7 @@ from mechinterp.checkpoints.io.unpickler import (
     ArrayType,
     Storage,
     StoredArray,
+    StoredList,
     StoredTensor,
     Unread,
     read_pickle,
@@ -241,6 +243,9 @@ def tensors_among(
         CheckpointError: If there are no weights, several state dicts and none is named, or torch
             tensors without storages.
     """
+    if isinstance(root, dict) and (series := _last_of_series(root, weights)):
+        document, settings = series
+        return tensors_among(document, None, storages)[0], settings
     places = dict(_places(root))
     names = chosen_names({name: place.shape for name, place in places.items()}, weights)
     if weights is None:
@@ -273,6 +278,37 @@ def settings_among(root: object) -> dict[str, object]:
             other = settings.setdefault(name, value)
             settings[name] = value if other == value else None
     return settings
+
+
+HISTORY = "hist_dict"
+"""Key of the matrices that the code of Ahn et al. saves during its runs: a list for each run."""
+PRODUCTS = "allparam"
+"""Name of these matrices, [layer, head, (P, Q), d, d]."""
+SAVED_TIMES = "saved_times"
+"""Setting of a file from which the last of several saved state dicts is read: their number."""
+
+
+def _last_of_series(root: Mapping, weights: str | None) -> tuple[dict, dict] | None:
+    """State dict of the last matrices that a run saved, and settings; None for other files.
+
+    Raises:
+        CheckpointError: If the file has several runs and none is named, or no run of this name.
+    """
+    runs = root.get(HISTORY)
+    every = runs.items() if isinstance(runs, dict) else ()
+    saved = {str(key): each for key, each in every if isinstance(each, StoredList) and each.last}
+    if not saved:
+        return None
+    listed = ", ".join(map(shown, [*saved][:MOST_SHOWN])) + ", ..." * (len(saved) > MOST_SHOWN)
+    first = next(iter(saved))
+    if weights is None and len(saved) > 1:
+        rule = f"choose one by --weights, such as --weights {shown(first)} (weights=)"
+        raise CheckpointError(f"has {len(saved)} runs ({listed}); {rule}.")
+    run = saved.get(first if weights is None else weights)
+    if run is None:
+        rule = f"weights must name a run in the file, one of {listed}"
+        raise CheckpointError(f"{rule}, got {weights!r:.80}.")
+    return {PRODUCTS: run.last}, {**settings_among(root), SAVED_TIMES: run.count}
 
 
 def _needed_classes(root: object) -> list[str]:
@@ -334,14 +370,12 @@ def _no_weights(root: object, classes: list[str]) -> str:
         got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
     elif isinstance(root, StoredTensor | StoredArray):
         got = f"one tensor of shape {list(root.shape)}; give it a name: torch.save({{'W': torch.load(FILE)}}, FILE)"
-    elif isinstance(root, Unread):
+    elif isinstance(root, Unread | StoredList):
         got = "a list or the like"
     else:
         got = f"a {type(root).__name__}"
     if isinstance(root, dict) and "optimizer_state_dict" in root:
         got += ", the state of an optimiser; name the file of the model's weights beside it"
-    if isinstance(root, dict) and "hist_dict" in root:
-        got += "; write the last matrices of one run: torch.save({'allparam': run['hist_dict'][key][-1]}, FILE)"
     wrappers = ", ".join(WRAPPERS)
     return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
 

@@ -1,8 +1,8 @@
 """Reads pickles with an interpreter of its own, which imports and calls nothing that a file names.
 
-It reads dictionaries, tuples, texts, numbers, numpy arrays and the places of tensors; every other
-value becomes `Unread`, which is empty. Only texts and integers are copied, compared or hashed, so
-that repetition and nesting cost no more than their opcodes."""
+It reads dictionaries, tuples, texts, numbers, numpy arrays, the places of tensors, and of a list the
+last tensor; every other value becomes `Unread`, which is empty. Only texts and integers are copied,
+compared or hashed, so that repetition and nesting cost no more than their opcodes."""
 
 import re
 from collections.abc import Callable
@@ -89,7 +89,24 @@ class StoredArray:
     """Bytes, or the text by which a pickle of protocol 2 stores them."""
 
 
+@dataclass(eq=False)
+class StoredList:
+    """A list; its last tensor and its length are kept."""
+
+    last: StoredTensor | None = None
+    """The last entry if it is a tensor, else None."""
+    count: int = 0
+
+    def add(self, entries: list) -> None:
+        """Append entries."""
+        self.count += len(entries)
+        for entry in entries[-1:]:
+            self.last = entry if isinstance(entry, StoredTensor) else None
+
+
 OTHER = Unread()
+MOST_WORDS, MOST_LETTERS = 8, 100
+"""Limits on the entries of a tuple that is a key, and on the letters of each."""
 
 
 class MalformedError(Exception):
@@ -98,7 +115,7 @@ class MalformedError(Exception):
 
 def read_pickle(pickled: bytes) -> object:
     """Content of a pickle: a dictionary with texts or integers as keys, a tuple, text, number,
-    `StoredTensor`, `StoredArray` or `Unread`.
+    `StoredTensor`, `StoredArray`, `StoredList` or `Unread`.
 
     Raises:
         CheckpointError: If it is too long, or not a pickle of protocol 2 to 5.
@@ -145,12 +162,30 @@ class Machine:
 
     @no_type_check
     def set_items(self, items: list) -> None:
-        """Put keys and values into the dictionary on top; keys that are not text or integer become
-        None."""
+        """Put keys and values into the dictionary on top; short tuples become texts, and other keys
+        that are not text or integer become None."""
         target = self.stack[-1]
         if isinstance(target, dict):
-            keys = (key if isinstance(key, str | int) else None for key in items[::2])
+            keys = (key if isinstance(key, str | int) else key_of(key) for key in items[::2])
             target.update(zip(keys, items[1::2], strict=True))
+
+    @no_type_check
+    def append(self, entries: list) -> None:
+        """Append to the list on top."""
+        if isinstance(self.stack[-1], StoredList):
+            self.stack[-1].add(entries)
+
+
+@no_type_check
+def key_of(key: object) -> str | None:
+    """Text of a tuple of a few words or numbers, such as adam,0; None for other keys."""
+    if not isinstance(key, tuple) or not 0 < len(key) <= MOST_WORDS:
+        return None
+    if not all(isinstance(word, str | int | float) for word in key):
+        return None
+    if any(isinstance(word, str) and len(word) > MOST_LETTERS for word in key):
+        return None
+    return ",".join(map(str, key))
 
 
 def named(parts: list) -> Unread:
@@ -258,14 +293,17 @@ ACTIONS: dict[str, Action] = {
     "NEWFALSE": _pushes(lambda _: False),
     "EMPTY_TUPLE": _pushes(lambda _: ()),
     "EMPTY_DICT": _pushes(lambda _: {}),
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), _pushes(lambda _: OTHER)),
+    "EMPTY_LIST": _pushes(lambda _: StoredList()),
+    "EMPTY_SET": _pushes(lambda _: OTHER),
     "FROZENSET": _replaces(None, lambda _: OTHER),
     "TUPLE": _replaces(None, tuple),
     **{f"TUPLE{count}": _replaces(count, tuple) for count in (1, 2, 3)},
     "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
-    **dict.fromkeys(("POP", "APPEND"), lambda machine, _: machine.pop(1)),
-    **dict.fromkeys(("POP_MARK", "APPENDS", "ADDITEMS"), lambda machine, _: machine.pop()),
+    "POP": lambda machine, _: machine.pop(1),
+    "APPEND": lambda machine, _: machine.append(machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.pop()),
+    **dict.fromkeys(("POP_MARK", "ADDITEMS"), lambda machine, _: machine.pop()),
     "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.set_items(machine.pop()),
     "BUILD": lambda machine, _: set_state(machine.pop(1)[0], machine.stack[-1]),

@@ -423,6 +423,8 @@ class Outline:
     """Settings that the file did not state and that were filled in, by dotted name."""
     origin: Mapping[str, object] = field(default_factory=dict)
     """Origin of a model that training by its config would not give, such as a pruned one."""
+    grounds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Settings of a model of other code that are known, proven or stated, by that word."""
 
     @property
     def name(self) -> str:
@@ -474,5 +476,5 @@ def outline_of(path: Path) -> Outline | None:
         shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)
     require_stated(file, document["files"])
-    stated = {name: document[name] for name in ("step", "assumed", "origin")}
+    stated = {name: document[name] for name in ("step", "assumed", "origin", "grounds")}
     return Outline(path, config, shapes=shapes, **stated)

@@ -85,23 +85,26 @@ def _unexplained(
         reason = "its queries, keys and values are not put out by modules of the usual names"
         return [*{*gone, *PROJECTED}], reason
     q, k, v = (passed[name][0] for name in PROJECTED)
+    n_keys = pattern.shape[-1]
+    if n_keys > k.shape[1]:
+        keys = f"{n_keys} keys, and its projection puts out {k.shape[1]}"
+        return POINTS, f"its softmax is over {keys}"
+    # The first tokens alone, such as the context, may be read.
+    k, v = k[:, :n_keys], v[:, :n_keys]
     if not gone:
         (scores,) = passed["hook_attn_scores"]
-        if scores.shape[-1] != k.shape[1]:
-            keys = f"{scores.shape[-1]} keys, and its projection puts out {k.shape[1]}"
-            return POINTS, f"its softmax is over {keys}"
         products = einsum(q, k, PRODUCTS)
         read = (scores > MASKED) & (pattern > 0)
         s, p = scores[read], products[read]
         factor = (s @ p) / (p @ p).clamp_min(TINY)
         heads.factor = factor.item()
-        heads.turned = not _same(factor * p, s)
+        heads.turned = not same(factor * p, s)
         if heads.turned:  # by positions, or normed
             for name, word in (("hook_q", "queries"), ("hook_k", "keys")):
                 if not _own_scores(model, inputs, heads, passed, name):
                     gone.append(name)
                     reasons.append(f"scores of a head do not follow its {word} alone")
-    if not _same(einsum(pattern.to(v), v, AVERAGE), z):
+    if not same(einsum(pattern.to(v), v, AVERAGE), z):
         gone.append("hook_v")
         reasons.append("the values that are averaged are not what its projection puts out")
     return gone, "; ".join(reasons)
@@ -131,10 +134,11 @@ def _own_scores(
         return seen["hook_attn_scores"][0]
 
     rows = chosen.transpose(1, 2)[..., None]  # [batch, head, pos, 1]
-    expected = torch.where(rows.mT if name == "hook_k" else rows, scores_of(other), scores)
+    of_keys = rows.mT[..., : scores.shape[-1]]
+    expected = torch.where(of_keys if name == "hook_k" else rows, scores_of(other), scores)
     mixed = scores_of(torch.where(chosen[..., None], other, own))
     read = scores > MASKED
-    return _same(mixed[read], expected[read])
+    return same(mixed[read], expected[read])
 
 
 def _random(shape: Sequence[int], seed: int = 0) -> Tensor:
@@ -166,10 +170,10 @@ def _is_average(
     alone = outputs(other)
     kept = chosen.transpose(1, 2)[..., None]
     masked = outputs(other * chosen[..., None])
-    if _same(masked, alone * kept):
+    if same(masked, alone * kept):
         # Hugging Face takes the softmax in float32 in models of any dtype.
-        return _same(outputs(pattern + other), z + alone, pattern.dtype)
-    if _same(_by_entry(masked), _by_entry(alone) * kept):
+        return same(outputs(pattern + other), z + alone, pattern.dtype)
+    if same(_by_entry(masked), _by_entry(alone) * kept):
         raise ValueError(
             "heads' outputs must lie side by side, (head d_head), before the output projection, got them entry by entry, "
             "(d_head head): turn them, and the columns of the projection with them."
@@ -193,7 +197,7 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
     for mask in LINEAR_MASKS:
         _, expected = linear_attention(q, k, v, mask)
         factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
-        if _same(factor * expected, z):
+        if same(factor * expected, z):
             heads.mask, heads.factor = mask, factor.item()
             return ("hook_attn_scores",), ""
     return (
@@ -202,7 +206,7 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
     )
 
 
-def _same(values: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
+def same(values: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True if the values are equal to rounding, that of `dtype` or their own."""
     rounding = ROUNDING.get(dtype or expected.dtype, 1e-2)
     largest = expected.abs().max().item() if expected.numel() else 0.0

@@ -195,8 +195,8 @@ def behind_values(
         z = z + einsum(passed["hook_pattern"] - factor * products, v, AVERAGE)
     if "hook_pattern" in passed and "hook_v of one" in passed and hasattr(heads, "hook_v"):
         pattern, changed = passed["hook_pattern"], passed["hook_v of one"]
-        if pattern.shape[-1] == changed.shape[1]:  # a learned sink has no value
-            z = z + einsum(pattern.to(changed), changed, AVERAGE)
+        if pattern.shape[-1] <= changed.shape[1]:  # a learned sink has no value
+            z = z + einsum(pattern.to(changed), changed[:, : pattern.shape[-1]], AVERAGE)
     return z
 
 
@@ -239,7 +239,7 @@ def _softmax(heads: Heads, function: Callable, scores: Tensor, *rest: Any) -> Te
         return function(scores, *rest)
     passed = heads.passed
     if "hook_k of one" in passed and hasattr(heads, "hook_k"):
-        changed = einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)
+        changed = einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)[..., : four.shape[-1]]
         if changed.shape == four.shape:  # a learned sink is one more key
             four = four + heads.factor * changed
     put_in = heads.through("hook_attn_scores", four).reshape(shape)

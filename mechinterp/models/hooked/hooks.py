@@ -20,7 +20,8 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice, composition_scores
 
 from mechinterp.interrupts import uninterrupted
-from mechinterp.models.hooked.blocks import Attention, Unembed
+from mechinterp.models.hooked.attention import Attention
+from mechinterp.models.hooked.blocks import Unembed
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.hooked.masks import lock_of
 

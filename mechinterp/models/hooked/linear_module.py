@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.blocks import MLP, Attention, Block
+from mechinterp.models.hooked.attention import Attention
+from mechinterp.models.hooked.blocks import MLP, Block
 from mechinterp.models.hooked.config import HookedConfig
 from mechinterp.models.layers import ACTIVATIONS, tokens_of
 
@@ -52,6 +53,10 @@ class LinearModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model.cfg.model
+        if self.model.recurrent:
+            raise ValueError(
+                f"as_linear_module needs attention scores, got the recurrent score {self.model.score!r}."
+            )
         self.sizes = {"d_x": model.cfg.d_x, "d_y": model.cfg.d_y}
         read, embed = (getattr(model, name, None) for name in ("W_read", "W_in"))
         if read is not None:

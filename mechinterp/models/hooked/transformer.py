@@ -210,6 +210,8 @@ class ICLTransformer(HookedTransformerNames):
 
         The weights are copies, [heads side by side], for tools that decompose or replace linear layers.
 
+        Raises:
+            ValueError: If the model is recurrent.
         Example:
             >>> from mechinterp import load
             >>> module = load("checkpoints/softmax-h2-s0").model.as_linear_module()

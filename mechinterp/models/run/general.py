@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mechinterp.config import ModelConfig
-from mechinterp.config.model import LINEAR
+from mechinterp.config.model import LINEAR, MLP_NORM, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
@@ -29,8 +29,9 @@ from mechinterp.models.layers import (
     rotated,
     tokens_of,
 )
+from mechinterp.models.recurrence import Memory, memory_of, written_before
 from mechinterp.models.run.linear import linear_pass
-from mechinterp.models.weights import Weights
+from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 
 CHUNK = 256
@@ -54,9 +55,10 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Que
     """Weighted average of the values for each head and row."""
     if model.score in LINEAR and model.context_only:
         # q (k^T v): no attention weights are needed.
-        keys = slice(0, None if model.attend_to_self else -1)
+        keys, n_pairs = slice(0, None if model.attend_to_self else -1), k.shape[1] - 1
         k, v = k[:, keys], v[:, keys]
-        factor = model.score_slope / (max(k.shape[1], 1) if model.score == "linear/L" else 1)
+        number = {"linear": 1, "linear/L": k.shape[1], OVER_PAIRS: n_pairs}[model.score]
+        factor = model.score_slope / max(number, 1)
         return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
     n_keys = k.shape[1] - (model.context_only and not model.attend_to_self)
     if _can_fuse(model, n_keys):
@@ -99,9 +101,9 @@ def pattern_of(
 def predictions_at_every(
     weights: Weights, prompts: Prompts, *, attend: Attend = attend
 ) -> Float[Tensor, "batch n_pairs d_y"]:
-    """Predictions of y at every x of tokens in turn, from the 0 to L pairs before it, differentiable in the weights.
+    """Predictions of y at every x, from the 0 to L pairs before it, differentiable in the weights.
 
-    Entry k equals the prediction for a prompt that ends with this x after its first k pairs, if the model is causal.
+    For models of tokens in turn, and one recurrent layer on pairs (`ModelConfig.predicts_everywhere`). Entry k equals the prediction for a prompt that ends with this x after its first k pairs, if the model is causal.
 
     Example:
         >>> from mechinterp import load, sample_prompts
@@ -110,8 +112,19 @@ def predictions_at_every(
         >>> tuple(predictions_at_every(checkpoint.weights, prompts).shape)
         (4, 9, 1)
     """
+    if weights.model.layout == "pairs":
+        return _asked_beside(weights, prompts)
     passed = _streams(weights, _embedded(weights, prompts), attend=attend, last=X)
     return read_out(weights, _after(weights.n_layers, passed))
+
+
+def _asked_beside(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"]:
+    """Predictions of one recurrent layer at every x, each of which asks the state after the pairs before it."""
+    layer = _Layer(weights, 0, attend, ALL)
+    queries = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
+    asking = _read_in(weights, pad(queries, (0, weights.d_y)))
+    z = layer.z_beside(asking, _read_in(weights, prompts.context_tokens))
+    return read_out(weights, layer.after(asking, layer.written(z)))
 
 
 def predictions(
@@ -273,14 +286,37 @@ class _Layer:
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
         """Weighted averages of the heads' values, at the rows."""
         model, scale = self.weights.model, self.weights.scale
-        read = self._normed("ln1", stream) if model.norm == "before" else stream
+        read = self._read(stream)
         if self.rows == ALL:
             q, k, v = self._projected(read, "QKV")
         else:
             (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
         first, _, step = self.rows.indices(k.shape[1])
         q = scale * rotated(q, model, first=first, step=step)
-        return self.attend(q, rotated(k, model), v, model, self.rows)
+        k = rotated(k, model)
+        if not model.recurrent:
+            return self.attend(q, k, v, model, self.rows)
+        n_written = written_before(stream.shape[1], model, device=stream.device)[self.rows]
+        return self._memory(k, v, read).read(q, n_written)
+
+    def z_beside(
+        self, asking: Float[Tensor, "batch row d_model"], pairs: Float[Tensor, "batch key d_model"]
+    ) -> Float[Tensor, "batch row head d"]:
+        """Outputs of the heads of a recurrent layer for queries beside the pairs: query n reads the state after n pairs."""
+        (q,), read = self._projected(self._read(asking), "Q"), self._read(pairs)
+        k, v = self._projected(read, "KV")
+        n_written = torch.arange(asking.shape[1], device=q.device)
+        return self._memory(k, v, read).read(self.weights.scale * q, n_written)
+
+    def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
+        """What the heads read of the stream."""
+        return self._normed("ln1", stream) if self.weights.model.norm == "before" else stream
+
+    def _memory(self, k: Keys, v: Keys, read: Tensor) -> Memory:
+        """What the tokens write into the states of a recurrent layer."""
+        gates = {name: self.named(f"attn.{name}") for name in GATE_TENSORS}
+        own = {name: tensor for name, tensor in gates.items() if tensor is not None}
+        return memory_of(self.weights.model.score, k, v, read, own)
 
     def written(
         self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
@@ -302,7 +338,7 @@ class _Layer:
         W_in, W_out = self.named("mlp.W_in"), self.named("mlp.W_out")
         if W_in is None or W_out is None:
             return stream
-        read = self._normed("ln2", stream) if model.norm == "before" else stream
+        read = self._normed("ln2", stream) if model.norm in ("before", MLP_NORM) else stream
         hidden = ACTIVATIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
         stream = stream + affine(hidden, W_out, self.named("mlp.b_out"))
         return self._normed("ln2", stream) if model.norm == "after" else stream
@@ -360,14 +396,17 @@ class _Run:
 def prompt_bytes(weights: Weights, length: int) -> int:
     """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes."""
     model, sizes = weights.model, (weights.d_x, weights.d_y)
-    return layers_bytes(
+    n_tokens, width = model.n_tokens(length), weights.dtype.itemsize
+    # A mesa layer solves one system per token.
+    systems = n_tokens * weights.n_heads * weights.d_head**2 if model.score == "mesa" else 0
+    return 2 * width * systems + layers_bytes(
         n_layers=weights.n_layers,
         n_heads=weights.n_heads,
         d_head=model.head_width(*sizes),
         d_model=model.stream_width(*sizes),
         d_mlp=model.d_mlp or 0,
-        n_tokens=model.n_tokens(length),
-        width=weights.dtype.itemsize,
+        n_tokens=n_tokens,
+        width=width,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, pattern_name, swapped, z_name
+from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, swapped, z_name
 from mechinterp.models.hooked.runner import (
     CHUNK,
     HookedPredictor,
@@ -22,6 +22,7 @@ from mechinterp.models.hooked.runner import (
     masked,
     query_positions,
 )
+from mechinterp.models.run.exact import patterns
 from mechinterp.progress import progress
 
 
@@ -119,10 +120,15 @@ def query_streams(
 def query_patterns(
     hooked: HookedPredictor, prompts: Prompts
 ) -> Float[Tensor, "layer batch head key"]:
-    """Attention weights of the query in every layer; layers with fewer keys are padded with zeros."""
-    names = [pattern_name(layer) for layer in range(hooked.n_layers)]
-    places = _query_rows(hooked, prompts[:1], names)
-    return _by_layer(hooked, prompts, names, lambda layer, values: values[:, :, places[layer]])
+    """Attention weights of the query in every layer, exact ones for layers that are linear in their values and have no
+    hook on a pattern; layers with fewer keys are padded with zeros."""
+    rows, chunks = _query_rows(hooked, prompts[:1]), []
+    for some in hooked.chunks(prompts, CHUNK):
+        every = patterns(hooked, prompts[some])
+        parts = [pattern[:, :, row] for pattern, row in zip(every, rows, strict=True)]
+        widest = max(each.shape[-1] for each in parts)
+        chunks.append(torch.stack([pad(each, (0, widest - each.shape[-1])) for each in parts]))
+    return torch.cat(chunks, dim=1)
 
 
 def query_writes(
@@ -180,12 +186,12 @@ def _by_layer(
     return torch.cat(chunks, dim=1)
 
 
-def _query_rows(hooked: HookedPredictor, prompts: Prompts, names: Sequence[str]) -> list[int]:
+def _query_rows(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
     """Row of the query in each pattern: the last row if the stream is unknown and each input position has a row."""
-    _, patterns = hooked.activations(prompts, names)
+    every = patterns(hooked, prompts)
     try:
         return query_positions(hooked, prompts)[:-1]
     except NoStreamError:
-        if {each.shape[2] for each in patterns} != {hooked.inputs(prompts).shape[1]}:
+        if {each.shape[2] for each in every} != {hooked.inputs(prompts).shape[1]}:
             raise
-        return [-1] * len(names)
+        return [-1] * len(every)

@@ -213,7 +213,7 @@ class Predictor(ABC):
     def _output_at_every(self, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"] | None:
         if (fast := self._fast(prompts)) is None:
             return self.hooked.predict_at_every(prompts)
-        return general.predict_at_every(*fast) if fast[0].model.layout == "in_turn" else None
+        return general.predict_at_every(*fast) if fast[0].model.predicts_everywhere else None
 
     def _one_pass_is_enough(self, prompts: Prompts) -> bool:
         every = self._output_at_every(prompts)
@@ -324,9 +324,10 @@ class Predictor(ABC):
             ValueError: If the model has no hook on its patterns, or the query's position is unknown.
         """
         fast = self._fast(prompts)
-        patterns = (
-            general.query_patterns(*fast) if fast else hooks.query_patterns(self.hooked, prompts)
-        )
+        if fast is not None and not fast[0].model.recurrent:
+            patterns = general.query_patterns(*fast)
+        else:
+            patterns = hooks.query_patterns(self.hooked, prompts)
         return patterns.to(prompts.x.device)
 
     @torch.no_grad()

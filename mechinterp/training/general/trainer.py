@@ -31,6 +31,9 @@ from mechinterp.training.run import (
     uniform,
 )
 
+LARGEST_LOGIT = 40.0
+"""Logit of a gate that starts at 1, which is exactly 1 in float64."""
+
 
 def loss_and_gradients(
     weights: Weights, prompts: Prompts, *, first_counted: int | None = None
@@ -90,7 +93,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
 
     Uniform in +-1/sqrt(fan_in), as in PyTorch's linear layers. fan_in is d_model for W_Q, W_K, W_V and W_U, n_heads * d_head
     for W_O, the input width for W_in and W_read, and d_model and d_mlp for the MLP. Norms start at the identity, biases at 0,
-    positions at N(0, 0.02^2) as in GPT-2.
+    positions at N(0, 0.02^2) as in GPT-2. Gates start at `gate_start` for every token, strengths of writing at .5.
 
     Example:
         >>> from mechinterp.presets import preset
@@ -117,12 +120,15 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
             tensors[name] = 0.02 * torch.randn(
                 *shape, generator=generator, dtype=torch.float32, device="cpu"
             )
+        elif name.endswith(".b_gate"):
+            start = torch.tensor(model.gate_start, dtype=torch.float64, device="cpu")
+            tensors[name] = start.logit().clamp_max(LARGEST_LOGIT).float().expand(shape).clone()
         elif name not in tensors:
             is_norm = name.endswith(".w")
             tensors[name] = (torch.ones if is_norm else torch.zeros)(
                 *shape, dtype=torch.float32, device="cpu"
             )
-    if model.one_attention:
+    if model.reads_y_alone:
         # Only y is read, so the x columns have no effect.
         tensors["blocks.0.attn.W_O"][..., : task.d_x] = 0
     return Weights.of_names(model, task.d_x, task.d_y, tensors)

@@ -1,0 +1,201 @@
+"""Error rate of the readings of `response`, on learners whose class is known.
+
+    python -m analyses.response.calibration  (200 functions and 60 trained models; half an hour on one core)
+
+Functions are those of families.py, ten seeds each. 48 models of one layer are trained by plain PyTorch
+(analyses/calibration/plain_training.py) and 12 of two and three layers by the package. The right reading of a trained
+model comes from its predictions, by least squares on descent's terms, without the response. The set was drawn after
+the rules of reading.py were settled, and looked at once. Models that the file already has are skipped. Writes
+analyses/results/response_calibration.csv.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zlib import crc32
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.stats import binomtest
+from torch import Tensor
+
+from analyses.algorithms.trained import config_of
+from analyses.calibration import plain_training
+from analyses.calibration.plain_training import Setting
+from analyses.lib.measured import RESULTS
+from analyses.response.families import BATCH, FAMILIES, KERNEL, NOT_LINEAR, STILL, Learner
+from mechinterp import response, sample_prompts
+from mechinterp.config import TaskConfig
+from mechinterp.icl.prompts import Prompts
+from mechinterp.training.train import train
+
+FILE = "response_calibration.csv"
+SETS = {"first": 100}
+"""First seed of each set; a set is drawn once."""
+SEEDS = 10
+"""Functions of each family in a set."""
+SETTINGS = (
+    Setting("softmax", 3, 18, 1),
+    Setting("softmax", 4, 32, 1, noise=0.3),
+    Setting("softmax", 3, 24, 2),
+    Setting("softmax", 5, 25, 2, noise=0.3),
+    Setting("softmax", 6, 36, 3),
+    Setting("softmax", 4, 16, 4),
+    Setting("linear", 3, 15, 1),
+    Setting("linear", 5, 30, 2, noise=0.3),
+)
+DEEP = tuple((score, n) for score in ("linear/L", "softmax") for n in (2, 3))
+DEEP_SEEDS = 3
+MARGIN = 0.01
+"""Distance from a limit of the reading below which both readings are right."""
+NO_FILTER, NOT_LINEAR_FROM = 0.05, 0.15
+"""Limits of docs/response.md."""
+N_CHECKED = 8192
+
+
+def terms(prompts: Prompts) -> Tensor:
+    """Terms of up to six steps of descent, and that of the mean of x, [batch, 8]."""
+    x, y, q = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
+    n = x.shape[1]
+    S, w = x.mT @ x / n, x.mT @ y / n
+    columns = []
+    for _ in range(7):
+        columns.append((q[:, None] @ w)[:, 0, 0])
+        w = S @ w
+    mean = x.mean(1)
+    columns.append((q * mean).sum(1) * y.mean(1)[:, 0])
+    return torch.stack(columns, 1)
+
+
+def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str]:
+    """Right readings of a trained model without positions, whose pairs are therefore a set."""
+    prompts = sample_prompts(task, N_CHECKED, seed=1).to(torch.float64)
+    with torch.no_grad():
+        f = learner(prompts)[:, 0].double()
+        flipped = Prompts(**vars(prompts) | {"y": -prompts.y})
+        even = float((f + learner(flipped)[:, 0].double()).square().mean() / 4 / f.square().mean())
+    A = terms(prompts)
+    half = len(f) // 2
+    c = torch.linalg.lstsq(A[:half], f[:half, None], driver="gelsd").solution[:, 0]
+    rest = f[half:] - A[half:] @ c
+    left = float(rest.square().mean() / f[half:].square().mean())
+    right = set()
+    if even > NOT_LINEAR_FROM - MARGIN:
+        right.add(NOT_LINEAR)
+    if even < NOT_LINEAR_FROM + MARGIN:
+        if left > NO_FILTER - MARGIN:
+            right.add(KERNEL if n_layers == 1 else BATCH)
+        if left < NO_FILTER + MARGIN:
+            right |= {BATCH, STILL} if n_layers == 1 else {BATCH}
+    return frozenset(right)
+
+
+def one_layer(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models trained by plain PyTorch; the seed of a set moves their prompts and weights."""
+    for number, setting in enumerate(SETTINGS):
+        task = TaskConfig(d_x=setting.d_x, context_length=setting.length, noise_var=setting.noise)
+        weights, _ = plain_training.trained(setting, seed=1000 * first + number)
+        for replica in range(plain_training.REPLICAS):
+            own = {name: w[replica : replica + 1].double() for name, w in weights.items()}
+
+            def learner(
+                prompts: Prompts, setting: Setting = setting, own: dict[str, Tensor] = own
+            ) -> Tensor:
+                given = {name: w.to(prompts.y) for name, w in own.items()}
+                return plain_training.predictions(setting, given, prompts.tokens)[0]
+
+            yield f"trained {setting.name}", replica, learner, task, 1
+
+
+def deep(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models of two and three layers trained by the package."""
+    for score, n_layers in DEEP:
+        for seed in range(first, first + DEEP_SEEDS):
+            with TemporaryDirectory() as folder:
+                checkpoint = train(config_of(score, n_layers, seed), out=Path(folder) / "model")
+                predictor = checkpoint.predictor
+
+                def learner(prompts: Prompts, predictor=predictor) -> Tensor:
+                    return predictor.with_gradients(prompts)
+
+                yield (
+                    f"trained {score}, {n_layers} layers",
+                    seed,
+                    learner,
+                    checkpoint.task,
+                    n_layers,
+                )
+
+
+def row_of(
+    name: str, seed: int, learner: Learner, task: TaskConfig, right: frozenset[str]
+) -> dict[str, object]:
+    try:
+        found = response(learner, task=task, seed=seed)
+    except ValueError as error:
+        return {
+            "family": name,
+            "seed": seed,
+            "right": " or ".join(sorted(right)),
+            "reading": f"refused: {error}",
+        }
+    return {
+        "family": name,
+        "seed": seed,
+        "right": " or ".join(sorted(right)),
+        "reading": found.reading,
+        "verdict": "right" if found.reading in right else "wrong",
+        "left": found.left.set_index("columns").left["filter"],
+    }
+
+
+def models_of(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, frozenset[str]]]:
+    """All learners of a set."""
+    for seed in range(first, first + SEEDS):
+        for name, build in FAMILIES.items():
+            drawn = build(np.random.default_rng([crc32(name.encode()), seed]))
+            yield name, seed, drawn.learner, drawn.task, drawn.right
+    for name, seed, learner, task, n_layers in (*one_layer(first), *deep(first)):
+        yield name, seed, learner, task, right_of(learner, task, n_layers)
+
+
+def calibration_table(results: Path) -> str:
+    """Table of docs/response.md."""
+    rows = pd.read_csv(results / FILE)
+    lines = [
+        "| set | learners | read | refused | wrong | 95% interval |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (name, kind), each in rows.groupby(["set", "kind"], sort=False):
+        read = each[each.verdict.notna()]
+        wrong = int((read.verdict == "wrong").sum())
+        interval = binomtest(wrong, len(read)).proportion_ci(method="exact")
+        lines.append(
+            f"| {name} | {len(each)} {kind} | {len(read)} | {len(each) - len(read)} | {wrong} "
+            f"| {interval.low:.1%} to {interval.high:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    file = RESULTS / FILE
+    known = set()
+    if file.exists():
+        known = set(pd.read_csv(file)[["set", "family", "seed"]].itertuples(index=False, name=None))
+    for name, first in SETS.items():
+        for family, seed, learner, task, right in models_of(first):
+            if (name, family, seed) in known:
+                continue
+            kind = "trained models" if family.startswith("trained") else "functions"
+            row = {"set": name, "kind": kind, **row_of(family, seed, learner, task, right)}
+            columns = ["set", "kind", "family", "seed", "right", "reading", "verdict", "left"]
+            frame = pd.DataFrame([row]).reindex(columns=columns)
+            frame.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.6g")
+            print(*row.values(), sep=" | ", flush=True)
+    print(calibration_table(RESULTS))
+
+
+if __name__ == "__main__":
+    main()
