@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 ROWS = 20
+"""Number of rows of a table that are shown by default."""
 
 
 class Result:

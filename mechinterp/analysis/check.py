@@ -34,12 +34,12 @@ from mechinterp.models.run.predictor import predictor_of
 N_PROMPTS = 512
 """Default number of prompts of the losses."""
 HOW = ("assumed", "stated", "proven", "known")
-"""How a setting is known, the least certain first: assumed; stated by the file or the user; proven by predictions; known
+"""Grounds of a setting, the least certain first: assumed; stated by the file or the user; proven by predictions; known
 from the module, its shapes or its format."""
 WIDTH = 80
 NEEDS: Mapping[registry.Needs, str] = {
     registry.weights_by_name: "weights by name, but no reading of the state dict predicts as the module does",
-    registry.linear_components: "weights of one layer of linear attention, one response",
+    registry.linear_attention: "weights of one layer of linear attention, one response",
     registry.patterns: "attention weights that can be read",
     registry.several_layers: "two layers or more",
     registry.edges_to_patch: "a checkpoint of two layers or more whose outputs add up",
@@ -47,7 +47,7 @@ NEEDS: Mapping[registry.Needs, str] = {
     registry.jumps_ahead: "a training of linear attention by this package",
     registry.a_pool: "a task with a pool of task vectors (n_tasks)",
 }
-"""What a model must have for an analysis, by the test of the registry."""
+"""Requirement of an analysis in words, by the test of the registry."""
 OF_STREAM = ("probe", "p-probe", "patch-activations")
 """Analyses that read the stream at the query."""
 EDGES = "attribute-edges"
@@ -55,7 +55,7 @@ EDGES = "attribute-edges"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Check(Result):
-    """What is known about a model, and which analyses run on it."""
+    """First look at a model: its loss, its settings, and the analyses that run on it."""
 
     model: str
     """Name and kind of the model, its layers and heads."""
@@ -227,7 +227,7 @@ def _stated(given: object) -> str:
 def _lacks(
     name: str, analysis: registry.Analysis, model: Checkpoint | HookedModule
 ) -> tuple[bool, str]:
-    """Whether an analysis runs on a model, and what it lacks."""
+    """True if an analysis runs on a model, and the requirement that the model lacks."""
     if isinstance(model, HookedModule) and name in (*OF_STREAM, EDGES):
         try:
             _require_stream(model, edges=name == EDGES)

@@ -20,6 +20,11 @@ HIGH = 0.1
 mentioned."""
 Z95 = 1.959964
 """Normal quantile of a two-sided 95% interval."""
+LEFT_OUT = (
+    "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
+    "these prompts; state their law by task= (--task)."
+)
+"""Sentence on the parts that are left out."""
 NOTHING_EXCLUDED = "no other learner predicts clearly worse"
 
 
@@ -135,12 +140,6 @@ def calibration_text(label: Label) -> str:
         f"; the label was wrong for {label.wrong} of {label.named} calibration models that got it "
         f"(95% upper bound {limit:.1%})"
     )
-
-
-LEFT_OUT = (
-    "Left out, because the law of the prompts is unknown: {parts}. Ridge regression has the penalty that is best on "
-    "these prompts; state their law by task= (--task)."
-)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

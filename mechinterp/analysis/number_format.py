@@ -3,10 +3,10 @@
 import numpy as np
 
 LEAST_P = 1e-12
-Number = float | np.floating
+Real = float | np.floating
 
 
-def digits(value: Number) -> str:
+def digits(value: Real) -> str:
     """Three significant digits; values that are 0 up to rounding print as 0.
 
     Example:
@@ -21,7 +21,7 @@ def digits(value: Number) -> str:
     return f"{value:#.3g}".replace(".e", "e").rstrip(".")
 
 
-def with_error(value: Number, sem: Number) -> str:
+def with_error(value: Real, sem: Real) -> str:
     """A number rounded to the first digit of its standard error, with at most six decimals; powers
     of ten if large.
 
@@ -47,7 +47,7 @@ def with_error(value: Number, sem: Number) -> str:
     return f"({text})·10^{power}" if power else text
 
 
-def explained(r2: Number, sem: Number) -> str:
+def explained(r2: Real, sem: Real) -> str:
     """R^2 with its standard error, rounded to the first digit of the error.
 
     Example:
@@ -57,7 +57,7 @@ def explained(r2: Number, sem: Number) -> str:
     return f"R² = {with_error(r2, sem)}"
 
 
-def beside(lead: Number, sem: Number) -> str:
+def beside(lead: Real, sem: Real) -> str:
     """Difference of an R^2 to a reference, in words.
 
     Example:
@@ -67,7 +67,7 @@ def beside(lead: Number, sem: Number) -> str:
     return f"{'lower' if lead >= 0 else 'higher'} by {with_error(abs(float(lead)), sem)}"
 
 
-def p_text(p: Number, n_random: int) -> str:
+def p_text(p: Real, n_random: int) -> str:
     """A p-value from n_random random models; "p < 1/n" if none of them reaches the value.
 
     Example:
@@ -95,7 +95,7 @@ def cell(value: object, column: str = "", least_p: float = LEAST_P) -> str:
     return digits(float(value))
 
 
-def narrow_cell(value: Number, sem: Number) -> str:
+def narrow_cell(value: Real, sem: Real) -> str:
     """Entry of a table with its standard error, if there is one; a dash for NaN.
 
     Example:

@@ -3,8 +3,8 @@ table.
 
 To add an analysis, write a function `analysis(source, prompts=None, *, task=None, n_prompts=None,
 seed=0)` in one of the folders. Leave out arguments that it does not use, and get prompts and their
-law from `prompts_and_law`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
-function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
+law from `prompts_and_law`. Its result has `to_frame`, `plot`, `COLUMNS` and `UNITS`. Then add a line below,
+and run `python -m tests.cli.test_analysis_commands`, which writes the options of its command. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
 my_module:mine MODEL`."""
 
 import sys
@@ -28,6 +28,9 @@ from mechinterp.models.run.predictor import predictor_of
 MOST_EDGES = 1_200
 """Largest number of edges between heads at which the default page includes them; patching more
 takes minutes."""
+GIVEN = ("prompts", "clean")
+"""Names of an argument for given prompts."""
+NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 Model = Checkpoint | HookedModule
 Needs = Callable[[Model], bool]
 """Function that returns True if a model satisfies a requirement."""
@@ -100,7 +103,7 @@ def a_history(source: Model) -> bool:
     return source.history is not None
 
 
-def linear_components(source: Model) -> bool:
+def linear_attention(source: Model) -> bool:
     """One layer of linear attention that predicts a single response, on a single task."""
     weights, task = predictor_of(source).weights, source.task
     if weights is None or not one_attention(source):
@@ -144,11 +147,6 @@ def a_pool(source: Model) -> bool:
 def never(source: Model) -> bool:
     """False for every model: the analysis runs on request only."""
     return False
-
-
-GIVEN = ("prompts", "clean")
-"""Names of an argument for given prompts."""
-NO_TARGET = "y_query is the target, as neither beta nor y_query_clean is given: an excess risk includes the noise"
 
 
 def target_note(prompts: Prompts) -> str:
@@ -247,7 +245,7 @@ ENTRIES = (
     ),
     Analysis(
         "one_layer.linear_components:linear_components",
-        linear_components,
+        linear_attention,
         on_page=nothing,
         steps_on_page=nothing,
         title="Components of linear attention",

@@ -26,7 +26,7 @@ from mechinterp.cli.options import (
     reads_files,
 )
 from mechinterp.cli.printing import about_paths, answer, say, say_json, say_of
-from mechinterp.cli.table import PLAIN, Row
+from mechinterp.cli.table import TYPES, Row
 
 if TYPE_CHECKING:
     from mechinterp.analysis.result import Finding
@@ -77,7 +77,7 @@ def _keyword(name: str, annotation: object, default: object) -> Parameter:
 
 def _parameter(each: Mapping[str, Any]) -> Parameter:
     """Option of a command for one argument of an analysis; None if it is not given."""
-    kind, flag = PLAIN[each["type"]], f"--{each['name'].replace('_', '-')}"
+    kind, flag = TYPES[each["type"]], f"--{each['name'].replace('_', '-')}"
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
     typed = list[kind] if each.get("several") else kind  # type: ignore[valid-type]

@@ -19,6 +19,8 @@ from mechinterp.cli.training import predict_jumps, sweep, train
 
 KEPT = "it is not overwritten."
 """End of messages about an existing file or folder."""
+UNPARSED = {"ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command whose words another command parses."""
 app = new_app()
 
 
@@ -77,9 +79,7 @@ def run() -> int:
 # The order of the help.
 for command in (train, sweep, predict_jumps, check, classify, *commands()):
     add_command(app, command)
-# Its words are parsed by the command of the analysis.
-unparsed = {"ignore_unknown_options": True, "help_option_names": []}
-add_command(app, analyse, context_settings=unparsed)
+add_command(app, analyse, context_settings=UNPARSED)
 for command in (report, score, info, convert):
     add_command(app, command)
 

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from mechinterp.icl.prompts import Prompts
 
 
+HELP = ["-h", "--help"]
+"""Options that show the help."""
+LENGTH = "task.context_length"
+"""Name of the assumed setting that --context-length replaces."""
+UNKNOWN = "unknown"
+"""Value of --task for given prompts of unknown law."""
+NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
+"""Arrays in a file of prompts; the first four are required."""
+
+
 def option(flag: str, text: str, **more: Any) -> Any:
     """An option of a command, with its help."""
     return typer.Option(flag, help=text, **more)
@@ -51,8 +61,6 @@ def add_command(app: typer.Typer, command: Callable[..., None], **more: Any) -> 
     app.command(name=name, help=text, epilog=f"Example: {example}", **more)(command)
 
 
-HELP = ["-h", "--help"]
-"""Options that show the help."""
 JsonOption = Annotated[bool, option("--json", "One JSON document on standard output.")]
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"],
@@ -90,11 +98,6 @@ LengthsOption = Annotated[
         min=1,
     ),
 ]
-LENGTH = "task.context_length"
-UNKNOWN = "unknown"
-"""Value of --task for given prompts of unknown law."""
-NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
-"""Arrays in a file of prompts; the first four are required."""
 
 
 def _hint_option(hint: Field) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 """Row of the table of analyses: `name`; `named`, by which the registry finds it; `text`, its description; `options`, each
 with name, type and help, `several` if it takes several words, and `of`, the argument of which it is a field."""
-PLAIN = {"bool": bool, "float": float, "int": int, "str": str, "path": Path}
+TYPES = {"bool": bool, "float": float, "int": int, "str": str, "path": Path}
 """Types of options, by their names in the table."""
 SHARED = {
     *signature(Request).parameters,
@@ -85,7 +85,7 @@ def kind_of(hint: object) -> tuple[str, bool]:
             kind, nested = kind_of(get_args(choice)[0])
             if kind and not nested:
                 return kind, True
-    names = [name for name, kind in PLAIN.items() if kind in choices]
+    names = [name for name, kind in TYPES.items() if kind in choices]
     return (names[-1] if "path" in names else names[0], False) if names else ("", False)
 
 

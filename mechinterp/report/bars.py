@@ -17,6 +17,9 @@ from mechinterp.display import counted
 from mechinterp.progress import Item, show_progress
 from mechinterp.training.run import Progress
 
+OnLog = Callable[[Progress], None]
+"""Function that is told the progress of a training."""
+
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
@@ -81,9 +84,6 @@ def progress_bars(*, quiet: bool = False) -> Iterator[None]:
 def _shown() -> bool:
     """True if standard output is a terminal, so that printed lines must go above the bar."""
     return sys.stdout.isatty()
-
-
-OnLog = Callable[[Progress], None]
 
 
 @contextmanager

@@ -52,6 +52,10 @@ from mechinterp.report.to_html import Section
 PAGE = "index.html"
 DEFAULT_NUMBER = 4096
 """Default number of prompts for each label of a comparison; losses use five times as many."""
+HEIGHT = 420
+"""Default height of a figure, in pixels."""
+TOP = 60
+"""Default height of the margin above a figure, in pixels."""
 FIGURE_OPTIONS = {"responsive": True, "displaylogo": False}
 
 
@@ -260,10 +264,6 @@ def write_figure(file: Path, figure: go.Figure) -> None:
     text = text.replace("<head>", f"<head><title>{title} · mechinterp</title>", 1)
     with writing(file):
         write_new(file, lambda target: target.write_text(text, encoding="utf-8"))
-
-
-HEIGHT, TOP = 420, 60
-"""Default height of a figure, and default height of the margin above it, in pixels."""
 
 
 def contents_of(

@@ -10,12 +10,13 @@ import pandas as pd
 
 from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
 from mechinterp.checkpoints.io.files import spelled
+from mechinterp.display import ROWS
 
-ROWS = 20
-"""Number of table rows that are shown by default."""
 LEAST_WIDTH = 40
 SIGNS = "=<>±∝≥≤−"
-JOINED, NO_BREAK = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) ", "\N{NO-BREAK SPACE}"
+JOINED = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) "
+"""Spaces that are not broken."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def wrapped(text: str, indent: str = "") -> str:

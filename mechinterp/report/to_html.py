@@ -28,6 +28,26 @@ WORDS: dict[str, str] = {
 }
 """Glossary of the pages."""
 PAPERS: dict[str, str] = TEXTS["papers"]
+HERE = Path(__file__).parent
+LONGEST_WORD = 24
+"""Columns with longer entries are set as text."""
+TITLE_HEIGHT = 26
+"""Height of the title of a figure, in pixels."""
+SHOWN_SECTIONS = 6
+"""Number of sections whose first figure is shown at once; more make the page of a deep model too long."""
+SHOWN_ROWS = 12
+"""Largest number of rows for which the first table of a section is shown at once; longer ones unfold."""
+EVERYDAY = {"positive", "negative", "mixed", "mismatched"}
+"""Terms that texts also use as everyday words; they get no links."""
+TERMS = {term: number for number, words in enumerate(WORDS) for term in words.split(", ")}
+"""Number of the glossary's entry of each term."""
+LINKED = re.compile(
+    rf"(?<![\w./-])({'|'.join(sorted(TERMS.keys() - EVERYDAY, key=len, reverse=True))})(?![\w-])"
+)
+MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
+"""Mark in the head of our pages, with the names of the report's files."""
+HEAD = 2**16
+"""Number of bytes in which the mark is looked for."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +81,6 @@ class Section:
     def longest_table(self) -> int:
         """Largest number of rows of a table on the page."""
         return 1000 if self.unfolded else 128
-
-
-HERE = Path(__file__).parent
-LONGEST_WORD = 24  # columns with longer entries are set as text
-TITLE_HEIGHT = 26
-SHOWN_SECTIONS = 6
-"""Number of sections whose first figure is shown at once; more make the page of a deep model too long."""
-SHOWN_ROWS = 12
-"""Largest number of rows for which the first table of a section is shown at once; longer ones unfold."""
-
-
-EVERYDAY = {"positive", "negative", "mixed", "mismatched"}
-"""Terms that texts also use as everyday words; they get no links."""
-TERMS = {term: number for number, words in enumerate(WORDS) for term in words.split(", ")}
-"""Number of the glossary's entry of each term."""
-LINKED = re.compile(
-    rf"(?<![\w./-])({'|'.join(sorted(TERMS.keys() - EVERYDAY, key=len, reverse=True))})(?![\w-])"
-)
-MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
-"""Mark in the head of our pages, with the names of the report's files."""
-HEAD = 2**16
 
 
 def page(

@@ -7,7 +7,8 @@ import pandas as pd
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
-from mechinterp.report.text import ROWS, frame_text, wrapped
+from mechinterp.display import ROWS
+from mechinterp.report.text import frame_text, wrapped
 
 HEADS = 8
 """Most heads that a classification lists."""

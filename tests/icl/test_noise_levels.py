@@ -140,6 +140,7 @@ def test_levels_come_back_from_json_as_a_tuple():
         ({"noise_var": [[0.1, 0.5], [-1, 0.5]]}, ["noise_var", "above 0", "-1"]),
         ({"noise_var": [[0.1, 1.5], [1, -0.5]]}, ["noise_var", "above 0", "-0.5"]),
         ({"noise_var": [[0.1, 0.5, 2], [1, 0.5]]}, ["noise_var", "[variance, weight]"]),
+        ({"noise_var": [[1e300, 0.5], [1, 0.5]]}, ["noise_var", "at most", "1e+300"]),
         ({"noise_var": []}, ["noise_var", "[variance, weight]"]),
         ({"noise_var": [0.1, 1]}, ["noise_var"]),
         ({"noise_var": [[0.1, 0.5], [1, 0.5]], "n_tasks": 4}, ["noise_var", "n_tasks"]),

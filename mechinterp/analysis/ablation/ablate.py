@@ -112,7 +112,7 @@ ROWS = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Ablation(Result):
-    """What masking costs: weighted sums of a metric under masks, one row per question, on the same prompts."""
+    """Cost of masking: weighted sums of a metric under masks, one row per question, on the same prompts."""
 
     COLUMNS: ClassVar = HEADS | {
         "method": '"zero": the output is 0; "mean": its mean over prompts at that position; "resample": its value in another prompt.',
@@ -145,11 +145,11 @@ class Ablation(Result):
     }
 
     what: str
-    """What is masked: a name in `KINDS`."""
+    """Kind of mask: a name in `KINDS`."""
     methods: tuple[str, ...]
     """Methods of masking, in the order of the rows."""
     rows: pd.DataFrame
-    """What each row is about: method, and the columns of the kind."""
+    """Method of each row, and the columns of the kind."""
     columns: Mapping[str, Float[np.ndarray, " row"]]
     """Contrasts by name, each with its standard error `NAME_sem` and the last one with its median `median_NAME`."""
     few: Bool[np.ndarray, " row"]
@@ -657,7 +657,7 @@ def greedy_order(
 
 
 def _outputs(predictor: Predictor, prompts: Prompts) -> dict[str, np.ndarray]:
-    """What each head of one layer adds to the prediction, what no head adds, and the target; unit y."""
+    """Contribution of each head of one layer to the prediction, the part without heads, and the target; unit y."""
     heads = predictor.heads
     nothing, *alone = predictor.run(
         prompts, [heads, *([h for h in heads if h != head] for head in heads)]

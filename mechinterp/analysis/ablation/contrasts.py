@@ -1,4 +1,4 @@
-"""What is masked together, and which weighted sums of a metric under masks answer a question.
+"""Sets of masks, and the weighted sums of a metric under them that answer a question.
 
 The rise of one head is (masked) - (full); the interaction of two heads (both) - (one) - (other) + (full); a Shapley value a
 weighted sum over all subsets of heads. All contrasts of a row are measured on the same prompts, so that errors are paired.
@@ -112,7 +112,7 @@ def subsets(predictor: Predictor) -> Rows:
 
 
 def shapley(predictor: Predictor) -> Rows:
-    """What a head takes off the metric, in the mean over all orders of adding heads.
+    """Fall of the metric due to a head, averaged over all orders of adding heads.
 
     Raises:
         ValueError: If there are more than `MOST_HEADS` heads.

@@ -103,14 +103,14 @@ class Refit:
     """Excess risk with a new read-out: a cross-validated ridge regression on the stream at the query, unit y^2."""
 
     risk: float
-    """Of the pruned model."""
+    """Excess risk of the pruned model."""
     risk_sem: float
     """Standard error over prompts and the fit."""
     ratio: float
     """`risk` divided by the risk of the unchanged full model."""
     ratio_sem: float
     full_risk: float
-    """Of the full model."""
+    """Excess risk of the full model."""
     full_risk_sem: float
 
 

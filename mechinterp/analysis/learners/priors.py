@@ -287,7 +287,7 @@ def _strategy(found: pd.DataFrame) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class PoolTask:
     """A task and the pool that models are compared with."""
 
     task: TaskConfig
@@ -432,7 +432,7 @@ def trimmed_ratio(
     return ratio, np.sqrt(np.square(sem) + cut)
 
 
-def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> Setting:
+def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysis: str) -> PoolTask:
     """Task and pool of a comparison.
 
     Raises:
@@ -444,7 +444,7 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
             raise ValueError(
                 f"{analysis} needs a pool: pass a pool, or a task with n_tasks, got n_tasks null."
             )
-        return Setting(task, task.pool(), own=True)
+        return PoolTask(task, task.pool(), own=True)
     if task.drift != 1:
         raise ValueError(
             f"{analysis} needs a task that does not drift, got task.drift {task.drift}."
@@ -452,7 +452,7 @@ def setting_of(source: Source, task: TaskLike | None, pool: Pool | None, analysi
     if len(task.noise_levels) > 1:
         raise ValueError(f"{analysis} needs one noise level, got task.noise_var {task.noise_var}.")
     require_pool(pool, task.d_x, task.d_y)
-    return Setting(task, pool.to("cpu", torch.float64), own=False)
+    return PoolTask(task, pool.to("cpu", torch.float64), own=False)
 
 
 def lengths_of(

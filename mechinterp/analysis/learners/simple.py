@@ -35,7 +35,7 @@ KERNEL_PROMPTS = 8192
 """Largest number of prompts that omega of the kernel head is fitted to."""
 STEP = 1e-4
 """Step of the differences that give derivatives with respect to omega, in units of 1 / E x_i^2."""
-Known = Float[np.ndarray, "prompt d_y"]
+Predictions = Float[np.ndarray, "prompt d_y"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SimpleLearner:
 class Fit:
     """Prediction of a learner at its fitted factor and its setting."""
 
-    prediction: Known
+    prediction: Predictions
     factor: float = np.nan
     factor_sem: float = np.nan
     """Standard error of `factor` over prompts."""
@@ -149,7 +149,7 @@ CROSS_VALIDATED = {"ridge": False, "ridge_with_intercept": True}
 """Learners whose penalty is cross-validated if the law is unknown; True: with an intercept."""
 
 
-def fitted(name: str, prompts: Prompts, law: TaskConfig | None, model: Known) -> Fit:
+def fitted(name: str, prompts: Prompts, law: TaskConfig | None, model: Predictions) -> Fit:
     """A learner of `LEARNERS` on prompts, its factor fitted to a model's predictions.
 
     Without pairs every learner but dmmse predicts 0.
@@ -206,7 +206,7 @@ def cross_validated(prompts: Prompts, *, intercept: bool = False) -> Fit:
     return Fit(prediction, setting=float(PENALTIES[int(losses.mean(1).argmin())]))
 
 
-def _kernel_fit(prompts: Prompts, model: Known) -> Fit:
+def _kernel_fit(prompts: Prompts, model: Predictions) -> Fit:
     """The kernel head nearest to a model.
 
     (-omega, -mu) predicts nearly the same as (omega, mu); hence the factor is mu times the sign of
@@ -221,7 +221,7 @@ def _kernel_fit(prompts: Prompts, model: Known) -> Fit:
 
 
 def _kernel_omega(
-    prediction: Known, prompts: Prompts
+    prediction: Predictions, prompts: Prompts
 ) -> tuple[float, Float[np.ndarray, " prompt"]]:
     """Fits omega of the kernel head closest to a model's predictions; mu is fitted for each omega.
 
@@ -253,7 +253,7 @@ def _kernel_omega(
 
 
 def _through_omega(
-    prompts: Prompts, prediction: Known, omega: float, factor: float
+    prompts: Prompts, prediction: Predictions, omega: float, factor: float
 ) -> Float[np.ndarray, " prompt"]:
     """Influence of each prompt on the best mu through the best omega, times the number of prompts.
 
@@ -278,7 +278,10 @@ def _through_omega(
 
 
 def _kernel_factor_sem(
-    shape: Known, prediction: Known, factor: float, through_omega: Float[np.ndarray, " first"]
+    shape: Predictions,
+    prediction: Predictions,
+    factor: float,
+    through_omega: Float[np.ndarray, " first"],
 ) -> float:
     """Standard error of the kernel head's mu over prompts, including their influence through omega.
 

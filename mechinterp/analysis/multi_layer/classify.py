@@ -263,7 +263,7 @@ def _reason(
     prediction: Float[Tensor, "batch d_y"],
     model: ModelConfig | None,
 ) -> str:
-    """Why the label is what it is, and whether the model answers its prompts at all."""
+    """Reason of the label; a model that predicts one number on every prompt is named as such."""
     why = _between(model) if algorithm is None else algorithm.reason
     size = float(prediction.square().mean())
     if not size:

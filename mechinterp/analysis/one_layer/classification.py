@@ -29,7 +29,10 @@ from mechinterp.analysis.result import HEADS, Band, Card, Table, known
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
+MOST_NUMBERS = 8
+"""More numbers than this are shown by their range."""
 NO_AVERAGE = ("{s}", "max({s}, 0)")
+"""Weights of pairs that do not sum to 1."""
 RANDOM = ("qk_diagonal", "ov_last_entry")
 """Numbers of heads that have a p-value under random heads."""
 UNSHOWN = ("unserved", "step")
@@ -317,9 +320,6 @@ def _each_or_range(values: Float[np.ndarray, " d_y"]) -> str:
     if len(values) > 3:
         return f"{digits(values.min())} to {digits(values.max())}"
     return ", ".join(map(digits, values))
-
-
-MOST_NUMBERS = 8
 
 
 def _other(near: Nearby, n: int) -> str:

@@ -9,6 +9,7 @@ If the prediction is nearly linear in the output of one attention layer at the q
 read-out replaces what lies behind, and the heads have circuits to the prediction: W_O times the
 direction of the read-out. It is fitted on one half of the prompts and scored on the other."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,12 +21,14 @@ from torch.nn.functional import pad
 
 from mechinterp.analysis.circuits import circuits, weights_of
 from mechinterp.analysis.labels import PATTERNS_RANGE
-from mechinterp.analysis.learners.nearest import evaluation, nearby, task_loss
+from mechinterp.analysis.learners.nearest import Evaluation, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
-from mechinterp.analysis.one_layer.classification import Classification
+from mechinterp.analysis.one_layer.classification import RANDOM, Classification
 from mechinterp.analysis.one_layer.label_rules import (
+    Decision,
     Evidence,
     Form,
+    Heads,
     Scales,
     Thresholds,
     assumed_covariance,
@@ -40,6 +43,7 @@ from mechinterp.analysis.one_layer.label_rules import (
 from mechinterp.analysis.one_layer.linear_components import Components, components
 from mechinterp.analysis.one_layer.random_null import (
     SMALL_IS_STRUCTURE,
+    Null,
     is_bare,
     null_of,
     random_shape,
@@ -57,10 +61,14 @@ from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 
-N_PROMPTS, N_LAYERED_PROMPTS = 512, 256
-READ_PROMPTS, CHUNK = 1024, 64
-"""Number of prompts for a linear read-out of attention, and how many run at once (patterns of all prompts at once are
-gigabytes)."""
+N_PROMPTS = 512
+"""Default number of prompts for one layer of attention."""
+N_LAYERED_PROMPTS = 256
+"""Default number of prompts for all other models."""
+READ_PROMPTS = 1024
+"""Number of prompts for a linear read-out of attention."""
+CHUNK = 64
+"""Number of them that run at once: patterns of all at once are gigabytes."""
 
 
 def classify(
@@ -154,40 +162,23 @@ def _classified(
     weights: Weights, task: TaskConfig, n_prompts: int, seed: int, limits: Thresholds
 ) -> Classification:
     """Classification of one layer of attention."""
-    for name in ("d_x", "d_y"):
-        own, other = getattr(weights, name), getattr(task, name)
-        if own != other:
-            raise ValueError(
-                f"The task must have the model's {name} = {own}, got {name} = {other}."
-            )
+    _require_sizes(weights, task)
     prompts = evaluation(task, n_prompts, seed, weights.model.attend_to_self)
     outputs, own = head_outputs(weights, prompts.prompts), circuits(weights)
-    prediction, model = outputs.sum(1) + weights.output_bias, weights.model
+    prediction = outputs.sum(1) + weights.output_bias
     heads, groups = read_heads(own, outputs), read_heads(own, outputs, tolerance=limits.equal)
     active = groups.where(groups.share > limits.share)
-    form = form_of(active, model.score, limits)
-    labels = tuple(each.label for each in head_decisions(heads, form, limits))
+    form = form_of(active, weights.model.score, limits)
     of_groups = head_decisions(groups, form, limits)
     scales = scales_of(active, form, weights, task, limits)
     ideal = idealised(weights, form.fitted(heads.blocks), torch.from_numpy(heads.mu))
-    substitute = formula = predict(ideal, prompts.prompts)
-    centred = is_normalised(model.score)
-    if not centred or len({each.label for each in of_groups} - {"dummy"}) > 1:
-        formula = prompts.gradient_step(scales.step, centred=centred)
+    substitute = predict(ideal, prompts.prompts)
+    formula = _formula(weights, prompts, scales, of_groups, substitute)
     substitution = faithfulness(prediction, substitute)
     loss = task_loss(prediction, prompts.ridge, prompts.prompts)
     factor, factor_sem = best_factor(prediction, prompts.prompts.y_query_clean)
-    bare = is_bare(weights)
-    law = (model.score, model.score_slope, model.attend_to_self)
-    shape = random_shape(weights.n_heads, weights.d_head, *law)
-    null = null_of(task, shape, form=form.kind, bare=bare)
-    compared = {
-        "qk_diagonal_best": float(groups.qk_diagonal.max()),
-        "ov_last_entry_best": float(groups.ov_last_entry.max()),
-        **{name: getattr(scales, name) for name in SMALL_IS_STRUCTURE},
-        "substitution_r2": substitution.r2,
-        "task_r2": loss.r2,
-    }
+    null = _null(weights, task, form)
+    compared = _compared(groups, scales, substitution.r2, loss.r2)
     evidence = Evidence(
         form=form,
         scales=scales,
@@ -197,7 +188,7 @@ def _classified(
         compared=compared,
         p_values={name: null.p_value(name, value) for name, value in compared.items()},
         components=_components(form, scales, task, limits),
-        bare=bare,
+        bare=is_bare(weights),
     )
     decision = model_decision(groups, of_groups, evidence, limits)
     return Classification(
@@ -205,18 +196,18 @@ def _classified(
         label=decision.label,
         reason=decision.reason + assumed_covariance(decision, task),
         checks=decision.checks,
-        labels=labels,
+        labels=tuple(each.label for each in head_decisions(heads, form, limits)),
         share=heads.share,
         circuits=own,
         omega_form=form.omega(heads.blocks).mean(1).numpy(),
         task_leak=heads.task_leak,
         head_p_values={
             name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
-            for name in ("qk_diagonal", "ov_last_entry")
+            for name in RANDOM
         },
         random_ranges=null.ranges,
         n_random=null.n_models,
-        kernel=kernel_text(model.score, model.score_slope),
+        kernel=kernel_text(weights.model.score, weights.model.score_slope),
         calibrated=limits == Thresholds() and PATTERNS_RANGE.holds(task),
         near=nearby(prediction, prompts.families, formula),
         loss=loss,
@@ -225,6 +216,50 @@ def _classified(
         task=task,
         n_prompts=len(prompts.prompts),
     )
+
+
+def _require_sizes(weights: Weights, task: TaskConfig) -> None:
+    for name in ("d_x", "d_y"):
+        own, other = getattr(weights, name), getattr(task, name)
+        if own != other:
+            raise ValueError(
+                f"The task must have the model's {name} = {own}, got {name} = {other}."
+            )
+
+
+def _formula(
+    weights: Weights,
+    prompts: Evaluation,
+    scales: Scales,
+    of_groups: Sequence[Decision],
+    substitute: Float[Tensor, "batch d_y"],
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions of the closed form: the idealised heads if they average with one sign, else one gradient step."""
+    centred = is_normalised(weights.model.score)
+    if centred and len({each.label for each in of_groups} - {"dummy"}) <= 1:
+        return substitute
+    return prompts.gradient_step(scales.step, centred=centred)
+
+
+def _null(weights: Weights, task: TaskConfig, form: Form) -> Null:
+    """Null distribution of models of the same shape."""
+    model = weights.model
+    law = (model.score, model.score_slope, model.attend_to_self)
+    shape = random_shape(weights.n_heads, weights.d_head, *law)
+    return null_of(task, shape, form=form.kind, bare=is_bare(weights))
+
+
+def _compared(
+    groups: Heads, scales: Scales, substitution_r2: float, task_r2: float
+) -> dict[str, float]:
+    """Numbers that are compared with random models, by name."""
+    return {
+        "qk_diagonal_best": float(groups.qk_diagonal.max()),
+        "ov_last_entry_best": float(groups.ov_last_entry.max()),
+        **{name: getattr(scales, name) for name in SMALL_IS_STRUCTURE},
+        "substitution_r2": substitution_r2,
+        "task_r2": task_r2,
+    }
 
 
 def _components(

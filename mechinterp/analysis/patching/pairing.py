@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
@@ -30,8 +31,6 @@ GRAPHS = ("heads", "all")
 SUM_ERROR = 1e-3
 """Largest difference between the last stream and the sum of what is written to it, relative to its largest entry. A
 larger difference means that the stream is no sum."""
-Metric = Callable[[Tensor, Prompts], Tensor]
-"""Function from predictions [batch, d_y] and the clean prompts to one number per prompt, [batch]."""
 OutputMetric = Callable[[Tensor], Float[Tensor, " batch"]]
 """Function from a model's output to one number per prompt."""
 

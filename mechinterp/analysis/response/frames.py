@@ -90,7 +90,7 @@ class Frames:
     uses_sparsity: bool | None
     """For a sparse task: True if a rotation of x changes predictions as it changes the Bayes learner's; else None."""
     notes: tuple[str, ...]
-    """What was not measured, and why."""
+    """Measurements that were not made, with the reason."""
 
     def scalar(self, name: str, output: int = 0) -> Estimate:
         """Value of a scalar and its standard error.

@@ -195,7 +195,7 @@ def similarity_frame(sample: PromptArrays) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What a fresh pair in place of another does to the weight of a pair."""
+    """Change of the weight of a pair when another pair is exchanged for a fresh one."""
 
     frame: pd.DataFrame
     later: Estimate

@@ -209,7 +209,7 @@ def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class _Setting:
-    """What the measurements of every response share."""
+    """Model, prompts and settings that all measurements of a response share."""
 
     source: Source
     function: Learner
