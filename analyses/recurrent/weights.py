@@ -63,7 +63,11 @@ def said_by_predictions(name: str, n_prompts: int) -> dict[str, Any]:
     own = LEARNER[score]
     frame = found.to_frame().set_index("learner")
     # Twice the plain algorithm in a frame: with a scaled read-out it gives no label.
-    row: dict[str, Any] = {"label": found.label, "r2": frame.r2[own], "scaled_r2": frame.r2[f"{own} {SCALED}"]}
+    row: dict[str, Any] = {
+        "label": found.label,
+        "r2": frame.r2[own],
+        "scaled_r2": frame.r2[f"{own} {SCALED}"],
+    }
     values = found.scalars(f"{own} {SCALED}")
     row |= {f"named_{n}": v for n, v in zip((*NAMES[score], "factor"), values, strict=True)}
     seen = response(model, n_prompts=n_prompts)
@@ -77,7 +81,10 @@ def loss_over_bayes(name: str) -> dict[str, float]:
     """Excess risk at the query over that of the Bayes learner, on 4,096 prompts of the model's task, with its error."""
     model = checkpoint(name)
     prompts = sample_prompts(model, dtype=torch.float64)
-    predictions = (model.predictor.predict(prompts.to(torch.float32)), kalman(prompts, task=model.task))
+    predictions = (
+        model.predictor.predict(prompts.to(torch.float32)),
+        kalman(prompts, task=model.task),
+    )
     own, bayes = ((each - prompts.y_query_clean).square().sum(1) for each in predictions)
     ratio = (own.mean() / bayes.mean()).item()
     sem = ((own - ratio * bayes).std() / len(own) ** 0.5 / bayes.mean()).item()

@@ -66,9 +66,7 @@ class Memory:
         values = one_hot[None, :, None].expand(len(self.k), -1, self.k.shape[2], -1)
         return replace(self, v=values).read(q, n_written).transpose(1, 2)
 
-    def states(
-        self, n_written: range
-    ) -> Float[Tensor, "batch row head d_head d_value"]:
+    def states(self, n_written: range) -> Float[Tensor, "batch row head d_head d_value"]:
         """States after these numbers of tokens, from zero states."""
         left = self._left(n_written)
         states = torch.einsum("bhrk,bkhd,bhkv->brhdv", left, self.k, self._written)

@@ -52,7 +52,9 @@ class RecurrentAttention(Attention):
         z = torch.einsum("bhrk,bkhv->brhv", pattern, v)
         changes = self._changes(memory)
         if changes is not None:
-            z = z + torch.einsum("brhd,brhdv->brhv", q, changes[:, n_written.start : n_written.stop])
+            z = z + torch.einsum(
+                "brhd,brhdv->brhv", q, changes[:, n_written.start : n_written.stop]
+            )
         return self._write(self.hook_z(z))
 
     def _memory(self, k: Tensor, v: Tensor, read: Tensor) -> Memory:
