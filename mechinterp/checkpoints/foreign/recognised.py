@@ -117,9 +117,9 @@ def _require_heads(layout: Layout) -> None:
     if any(piece.part == "o" for piece in layout.pieces):
         return
     for piece in layout.pieces:
-        *before, number, last = re.split("[./]", piece.name)
-        if piece.head is not None and number.isdecimal() and last in KINDS:
-            stem, rest = f"{before[-1]}.{number}", f"{number}.{piece.part}_proj"
+        found = re.search(r"(\w+)[./](\d+)[./](\w+)$", piece.name)
+        if piece.head is not None and found is not None and found[3] in KINDS:
+            stem, rest = f"{found[1]}.{found[2]}", f"{found[2]}.{piece.part}_proj"
             raise ValueError(f"{shown(piece.name)} may be one of several heads or of several layers; state each by --map, such as --map {shown(stem)}=heads.{rest} or --map {shown(stem)}=layers.{rest}.")  # fmt: skip
 
 
