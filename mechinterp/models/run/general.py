@@ -296,7 +296,7 @@ class _Layer:
         k = rotated(k, model)
         if not model.recurrent:
             return self.attend(q, k, v, model, self.rows)
-        n_written = written_before(stream.shape[1], model, device=stream.device)[self.rows]
+        n_written = written_before(stream.shape[1], model)[self.rows]
         return self._memory(k, v, read).read(q, n_written)
 
     def z_beside(
@@ -305,8 +305,7 @@ class _Layer:
         """Outputs of the heads of a recurrent layer for queries beside the pairs: query n reads the state after n pairs."""
         (q,), read = self._projected(self._read(asking), "Q"), self._read(pairs)
         k, v = self._projected(read, "KV")
-        n_written = torch.arange(asking.shape[1], device=q.device)
-        return self._memory(k, v, read).read(self.weights.scale * q, n_written)
+        return self._memory(k, v, read).read(self.weights.scale * q, range(asking.shape[1]))
 
     def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
         """What the heads read of the stream."""
