@@ -78,6 +78,8 @@ OF_TORCH: dict[str, State] = {
 OF_LINEAR: dict[str, State] = {
     "to_q.weight stand for the same part": {"to_q.weight": ones(4, 4)},
     "grouped keys (4 rows of queries, 2 of keys)": {"k_proj.weight": ones(2, 4)},
+    "k_proj.weight must be a matrix, got shape (0, 4)": {"k_proj.weight": ones(0, 4)},
+    "k_proj.weight must be a matrix, got shape (4, 0)": {"k_proj.weight": ones(4, 0)},
 }
 OF_HEADS: dict[str, State] = {
     "must be numbered from 0 on, got attn.heads.1.query": {"0.query.weight": None},

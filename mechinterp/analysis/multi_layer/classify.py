@@ -226,7 +226,7 @@ def layered_classification(
     weights = predictor.weights
     factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
     algorithm = None
-    if predictor.n_layers > 1:
+    if predictor.n_layers > 1 or (weights is not None and weights.model.recurrent):
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
         label="undetermined" if algorithm is None else algorithm.label,
