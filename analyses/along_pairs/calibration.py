@@ -27,7 +27,7 @@ Random = np.random.Generator
 FOLDER = RESULTS / "along_pairs"
 SEED = 71
 """First number of the seeds of all functions."""
-PER_FAMILY = {"member": 8, "noisy": 6, "near miss": 6, "plain": 6}
+PER_FAMILY = {"member": 6, "noisy": 4, "near miss": 4, "plain": 4}
 """Number of functions of each family, by kind."""
 SCALARS = 1e-3
 """Largest error of a member's scalars, relative to 1 or to the scalar if it is larger."""
@@ -302,9 +302,9 @@ def main() -> None:
     file = given.out / "calibration_models.csv"
     rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     known = {(row["kind"], row["family"], row["number"]) for row in rows}
-    for kind, families in FAMILIES.items():
-        for family in families:
-            for number in range(PER_FAMILY[kind]):
+    for number in range(max(PER_FAMILY.values())):
+        for kind, families in FAMILIES.items():
+            for family in families if number < PER_FAMILY[kind] else ():
                 if (kind, family, number) in known:
                     continue
                 rows.append(row_of(kind, family, number))
