@@ -176,6 +176,12 @@ AFTER_GUISES: dict[str, tuple[str, str, Family]] = {
     "after: weights of GD++": ("gd_plus_plus", "must", noisy_plus_plus),
     "after: descent on uneven x": ("gradient_descent", "must", turned([1.0], [0.0], [0.0, 0.01])),
     "after: ridge by kernels": ("ridge_like", "must", make.alone(dual, (0.2, 3), task=small)),
+    # A near miss of ridge until adaptive ridge became a label.
+    "after: Bayes over two noise levels": (
+        "adaptive_ridge",
+        "may",
+        make.alone(two_noises, (0.01, 0.1), (8.0, 40.0), task=small),
+    ),
     "after: ridge by more pairs": (
         "ridge_like",
         "must",
@@ -185,9 +191,6 @@ AFTER_GUISES: dict[str, tuple[str, str, Family]] = {
 
 
 AFTER_MISSES: dict[str, Family] = {
-    "after: Bayes over two noise levels": make.alone(
-        two_noises, (0.01, 0.1), (8.0, 40.0), task=small
-    ),
     "after: one step upwards": make.layers(upwards, (0.1, 0.3), task=small),
     "after: read-out of descent": make.layers(
         scaled_descent, [0.8, 0.88, 0.92, 1.1, 1.2], task=small

@@ -3,8 +3,8 @@ table.
 
 To add an analysis, write a function `analysis(source, prompts=None, *, task=None, n_prompts=None,
 seed=0)` in one of the folders. Leave out arguments that it does not use, and get prompts and their
-law from `prompts_and_law`. Its result has `to_frame` and `plot`. Then add a line below. A user's own
-function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
+law from `prompts_and_law`. Its result has `to_frame`, `plot`, `COLUMNS` and `UNITS`. Then add a line below,
+and run `python -m tests.cli.test_analysis_commands`, which writes the options of its command. A user's own function needs no line: `write_report(model, out, analyses=["classify", mine])`, `mechinterp analyse
 my_module:mine MODEL`."""
 
 import sys

@@ -130,12 +130,12 @@ def figures_of(name: str, result: Finding) -> dict[str, go.Figure]:
 
 
 def fields_of(name: str, result: Finding) -> dict:
-    """Fields of the JSON document; by default the name, the repr and the rows of all tables."""
+    """Fields of the JSON document; by default the repr and the rows of all tables."""
 
     def plain() -> dict:
         first, *others = tables_of(name, result).items()
         rows = {key: records(table.frame) for key, table in (("rows", first[1]), *others)}
-        return {"analysis": name, "result": repr(result), **rows}
+        return {"result": repr(result), **rows}
 
     return _own(result, "to_document", plain)
 

@@ -19,7 +19,7 @@ def to_json(name: str, checkpoint: "Checkpoint", result: "Finding") -> dict:
     """Document with the result of an analysis of a checkpoint."""
     from mechinterp.analysis.result import fields_of  # loads plotly, which `info` needs not
 
-    return {**header(checkpoint), **fields_of(name, result)}
+    return {**header(checkpoint), "analysis": name, **fields_of(name, result)}
 
 
 def header(checkpoint: "Checkpoint | Outline") -> dict:

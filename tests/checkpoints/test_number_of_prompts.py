@@ -55,3 +55,9 @@ def test_tokens_in_turn_take_twice_the_positions(case: Case):
     assert n_prompts_for([in_turn] * 1000, 1) == 2**34 // 221_728_000
     # The largest case decides.
     assert n_prompts_for([case, in_turn], 100) == 2**34 // (2 * 221_728)
+
+
+def test_layers_add_their_weights_and_their_patterns(case: Case):
+    two = replace(case, parts=replace(case.parts, layers=case.parts.layers * 2))
+    # 41 * (160 + 16 * 41 * 2 layers * 2 heads) = 114,144 products.
+    assert n_prompts_for([two] * 1000, 1) == 2**34 // 114_144_000

@@ -236,7 +236,7 @@ def test_hints_that_agree_with_the_file_are_taken():
 
 
 def test_the_page_on_weights_names_every_option():
-    page = (Path(mechinterp.__file__).parents[1] / "docs" / "how" / "weights.md").read_text()
+    page = (Path(mechinterp.__file__).parents[1] / "docs" / "how" / "settings.md").read_text()
     options = [f"--{each.name.replace('_', '-')}" for each in fields(Hints)]
     assert [option for option in options if option not in page] == []
 

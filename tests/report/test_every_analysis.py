@@ -183,7 +183,8 @@ def test_an_analysis_is_described_in_sentences_by_its_docstring():
 
 
 def test_a_page_shows_what_suits_the_model():
-    """The distances to the posterior mean of a pool need a task with a pool."""
+    """The response comes first; the distances to the posterior mean of a pool need a task with a pool."""
+    assert default_names(load(CHECKPOINTS / "softmax-h2-s0"))[0] == "response"
     pool = load(CHECKPOINTS / "pool-linear-m16-s0")
     config = replace(pool.config, task=replace(pool.config.task, n_tasks=None))
     assert "compare-priors" in default_names(pool)

@@ -496,7 +496,10 @@ class Naming(Decision, Result):
         return float(r2), float(sem)
 
     def lead(self, first: str, second: str) -> tuple[float, float]:
-        """R² of a learner minus that of another for the last prediction, and its standard error, paired."""
+        """R² of a learner minus that of another for the last prediction, and its standard error, paired.
+
+        The error is that for these two: that another learner may be nearest on other prompts, and the fits, are left out.
+        """
         last = self.measured.last
         near, far = (last.error[last.names.index(name), OWN] for name in (first, second))
         lead, sem = ratio_and_sem(far - near, last.size[OWN])

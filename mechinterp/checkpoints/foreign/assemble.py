@@ -77,10 +77,10 @@ def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelC
             inside = _joined(layer, heads, model)
         named |= {f"blocks.{number}.{name}": tensor for name, tensor in inside.items()}
     if model.final_norm:
-        named |= {f"ln_final.{x[0]}": parts.ends[f"final_norm.{x}"] for x in ("weight", "bias")}
+        named |= {name: parts.ends[name] for name in ("ln_final.w", "ln_final.b")}
     if model.n_positions is not None:
         table = _table(model.n_positions, parts.width, chosen)
-        named["pos_embed.W_pos"] = parts.ends.get("positions.weight", table)
+        named["pos_embed.W_pos"] = parts.ends.get("pos_embed.W_pos", table)
     if model.d_model is not None:
         named |= _ways(parts, model, at, sign)
     if model.d_model == 3 * parts.width:
@@ -88,7 +88,7 @@ def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelC
         for name, tensor in named.items():
             if (place := places.get(re.sub(r"^blocks\.\d+\.", "", name))) is not None:
                 named[name] = _placed(tensor, *place, parts.width)
-    dtype = parts.layers[0]["query.weight"].dtype
+    dtype = parts.layers[0]["attn.W_Q"].dtype
     kept = [name for name in named if model.biases or ".b_" not in f".{name}"]
     tensors = {name: named[name].to(dtype).contiguous().clone() for name in kept}
     return Weights.of_names(model, *sizes, tensors)
@@ -111,9 +111,9 @@ def architecture(parts: Parts, chosen: Tried, sizes: tuple[int, int]) -> ModelCo
     inputs, outputs = columns(parts, chosen, sizes)
     if chosen.get("norm") is not None and chosen.get("residual") is False:
         raise ValueError("norms need a residual connection: state residual=true, or no norm.")
-    bare = "out.weight" not in parts.layers[0]
-    wide = [layer["query.weight"] for layer in parts.layers]
-    wide += [] if bare else [layer["value.weight"] for layer in parts.layers]
+    bare = "attn.W_O" not in parts.layers[0]
+    wide = [layer["attn.W_Q"] for layer in parts.layers]
+    wide += [] if bare else [layer["attn.W_V"] for layer in parts.layers]
     widths = [sizes[1] if bare else 0, *(t.shape[1] // parts.n_heads for t in wide)]
     d_head = len(inputs) if parts.merged else max(widths)
     fields: dict[str, object] = {
@@ -138,16 +138,16 @@ def architecture(parts: Parts, chosen: Tried, sizes: tuple[int, int]) -> ModelCo
     # The query's y entries are 0, so that one layer alone predicts the same with a residual.
     same = own and parts.written == width
     apart = chosen.get("residual") is False or (parts.alone and not same)
-    around = parts.ends.keys() & {"read_in.weight", "read_out.weight"}
+    around = parts.ends.keys() & {"W_in", "unembed.W_U"}
     if around or apart or chosen["sign"] == "minus" or not own:
         fields["d_model"] = 3 * width if apart else width
-    fields["final_norm"] = parts.has("final_norm.weight")
-    if parts.has("mlp_in.weight"):
-        fields["d_mlp"] = max(layer["mlp_in.weight"].shape[1] for layer in parts.layers)
-    if parts.has("read_mlp.weight"):
-        fields["d_read_in"] = parts.ends["read_mlp.weight"].shape[1]
-    if parts.has("positions.weight"):
-        fields["n_positions"] = len(parts.ends["positions.weight"])
+    fields["final_norm"] = parts.has("ln_final.w")
+    if parts.has("mlp.W_in"):
+        fields["d_mlp"] = max(layer["mlp.W_in"].shape[1] for layer in parts.layers)
+    if parts.has("W_read"):
+        fields["d_read_in"] = parts.ends["W_read"].shape[1]
+    if parts.has("pos_embed.W_pos"):
+        fields["n_positions"] = len(parts.ends["pos_embed.W_pos"])
     elif str(chosen["positions"]).startswith("sinusoidal"):
         fields["n_positions"] = N_POSITIONS
     return build(ModelConfig, fields, "model.")
@@ -165,12 +165,12 @@ def _heads(
     factor 1/sqrt(d_head)."""
     n_heads = parts.n_heads
     heads: dict[str, Tensor] = {}
-    for x, name in (("Q", "query"), ("K", "key"), ("V", "value")):
-        heads[f"W_{x}"] = layer[f"{name}.weight"].unflatten(1, (n_heads, -1)).transpose(0, 1)
-        heads[f"b_{x}"] = layer[f"{name}.bias"].unflatten(0, (n_heads, -1))
-    if "out.weight" in layer:
-        heads["W_O"] = layer["out.weight"].unflatten(0, (n_heads, -1))
-        heads["b_O"] = layer["out.bias"]
+    for x in "QKV":
+        heads[f"W_{x}"] = layer[f"attn.W_{x}"].unflatten(1, (n_heads, -1)).transpose(0, 1)
+        heads[f"b_{x}"] = layer[f"attn.b_{x}"].unflatten(0, (n_heads, -1))
+    if "attn.W_O" in layer:
+        heads["W_O"] = layer["attn.W_O"].unflatten(0, (n_heads, -1))
+        heads["b_O"] = layer["attn.b_O"]
     else:  # values are the output
         written = heads["W_V"].shape[2]
         heads |= {n: heads[n][..., list(outputs)] for n in ("W_V", "b_V")}
@@ -207,14 +207,12 @@ def _one_layer(
 def _joined(layer: Tensors, heads: Tensors, model: ModelConfig) -> dict[str, Tensor]:
     """Weights of one layer of several, or of a layer with norms, an MLP or a read-in."""
     tensors = {f"attn.{name}": tensor for name, tensor in heads.items()}
-    for name, here in (("norm1", "ln1"), ("norm2", "ln2")):
-        if f"{name}.weight" in layer:
-            tensors |= {f"{here}.{x[0]}": layer[f"{name}.{x}"] for x in ("weight", "bias")}
+    tensors |= {name: tensor for name, tensor in layer.items() if name.startswith("ln")}
     if model.d_mlp is not None:
-        W_in, W_out = layer["mlp_in.weight"], layer["mlp_out.weight"]
+        W_in, W_out = layer["mlp.W_in"], layer["mlp.W_out"]
         more = model.d_mlp - W_in.shape[1]
         tensors |= {"mlp.W_in": pad(W_in, (0, more)), "mlp.W_out": pad(W_out, (0, 0, 0, more))}
-        b_in, b_out = pad(layer["mlp_in.bias"], (0, more)), layer["mlp_out.bias"]
+        b_in, b_out = pad(layer["mlp.b_in"], (0, more)), layer["mlp.b_out"]
         tensors |= {"mlp.b_in": b_in, "mlp.b_out": b_out}
     return tensors
 
@@ -223,19 +221,19 @@ def _ways(parts: Parts, model: ModelConfig, at: Columns, sign: int) -> dict[str,
     """Read-in and read-out; if the file has none, selections of the columns of x and y and of the
     prediction."""
     (inputs, outputs), width, ends = at, parts.width, parts.ends
-    query = parts.layers[0]["query.weight"]
-    read_in = ends.get("read_in.weight", torch.eye(width).to(query))
-    first = ends.get("read_mlp.weight", read_in)[inputs]
-    read_out = ends.get("read_out.weight", torch.eye(parts.written).to(query)[:, outputs])
-    b_in = ends.get("read_in.bias", query.new_zeros(width))
-    b_U = ends.get("read_out.bias", query.new_zeros(read_out.shape[1]))
+    query = parts.layers[0]["attn.W_Q"]
+    read_in = ends.get("W_in", torch.eye(width).to(query))
+    first = ends.get("W_read", read_in)[inputs]
+    read_out = ends.get("unembed.W_U", torch.eye(parts.written).to(query)[:, outputs])
+    b_in = ends.get("b_in", query.new_zeros(width))
+    b_U = ends.get("unembed.b_U", query.new_zeros(read_out.shape[1]))
     tensors = {
         "W_in": read_in if model.d_read_in else first,
         "b_in": b_in,
         "unembed.W_U": sign * read_out,
         "unembed.b_U": sign * b_U,
     }
-    read = {"W_read": first, "b_read": ends.get("read_mlp.bias", b_in)}
+    read = {"W_read": first, "b_read": ends.get("b_read", b_in)}
     return tensors | read if model.d_read_in is not None else tensors
 
 

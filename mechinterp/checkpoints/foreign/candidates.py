@@ -93,7 +93,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
     """
     tries = _of_attention(form) if parts.alone else _of_layers(parts, form, given)
     tries["score_slope"] = (hints.score_slope or 1.0,)
-    if not parts.has("read_out.weight"):
+    if not parts.has("unembed.W_U"):
         tries["output_column"] = _output_columns(parts, hints)
     elif hints.output_column is not None:
         column = hints.output_column
@@ -146,16 +146,16 @@ def _of_attention(form: Format) -> dict[str, tuple[object, ...]]:
 def _of_layers(
     parts: Parts, form: Format, given: Mapping[str, object]
 ) -> dict[str, tuple[object, ...]]:
-    normed, mlps = parts.has("norm1.weight"), parts.has("mlp_in.weight")
-    read_in, bare = parts.has("read_in.weight"), not parts.has("read_out.weight")
-    of_mlps = mlps and parts.has("norm2.weight")
-    plain, final = not (normed or mlps), parts.has("final_norm.weight")
-    bent = mlps and any(bool(layer["mlp_in.weight"].any()) for layer in parts.layers)
+    normed, mlps = parts.has("ln1.w"), parts.has("mlp.W_in")
+    read_in, bare = parts.has("W_in"), not parts.has("unembed.W_U")
+    of_mlps = mlps and parts.has("ln2.w")
+    plain, final = not (normed or mlps), parts.has("ln_final.w")
+    bent = mlps and any(bool(layer["mlp.W_in"].any()) for layer in parts.layers)
     several = len(parts.layers) > 1 or given.get("passes", 1) != 1
-    open_positions = read_in and not plain and not parts.has("positions.weight")
+    open_positions = read_in and not plain and not parts.has("pos_embed.W_pos")
     return {
         "norm": ("before", "after") if normed else (MLP_NORM if of_mlps else None,),
-        "activation": ("relu", "gelu") if bent or parts.has("read_mlp.weight") else ("relu",),
+        "activation": ("relu", "gelu") if bent or parts.has("W_read") else ("relu",),
         "layout": ("pairs", "in_turn") if read_in else ("pairs",),
         "attend_to_self": (True, False),
         # In a single layer that runs once only the query matters, and it attends to the whole
@@ -188,14 +188,14 @@ def refinements(chosen: Tried, parts: Parts, form: Format, closed: Collection[st
     Args:
         closed: Names of choices that the file or the user states.
     """
-    turns = form.turns and not parts.merged and not parts.has("positions.weight")
+    turns = form.turns and not parts.merged and not parts.has("pos_embed.W_pos")
     possible = {
         "positions": turns,
         "rms_norm": parts.bare_norms,
         "rotary_adjacent_pairs": chosen.get("positions") == "rotary",
-        "norm": bool(chosen.get("residual")) and not parts.has("norm1.weight"),
+        "norm": bool(chosen.get("residual")) and not parts.has("ln1.w"),
     }
-    numbered = parts.has("read_in.weight") and not parts.has("positions.weight")
+    numbered = parts.has("W_in") and not parts.has("pos_embed.W_pos")
     # Linear scores of a wrong size can predict better than softmax scores of the right one.
     possible["scale"] = chosen["score"] == "softmax" and parts.d_head > 1
     scales = [1 / parts.d_head]
@@ -217,7 +217,7 @@ def near_values(chosen: Tried, parts: Parts, closed: Collection[str]) -> dict[st
         closed: Names of choices that the file or the user states.
     """
     values: dict[str, tuple] = {}
-    if "activation" in chosen and parts.has("mlp_in.weight"):
+    if "activation" in chosen and parts.has("mlp.W_in"):
         values["activation"] = ("silu", "tanh")
     if chosen.get("positions") == "rotary":
         at = bisect_left(FINER_BASES, float(chosen["rotary_base"] or 0))
@@ -321,7 +321,7 @@ class Source:
         None if a table of positions shows it, as Garg et al. state half of the rows of their table.
         """
         room = self.settings.get("n_positions")
-        if not isinstance(room, int) or room < 2 or "positions.weight" in parts.ends:
+        if not isinstance(room, int) or room < 2 or "pos_embed.W_pos" in parts.ends:
             return None
         return (room - 1) // 2 if tried.get("layout") == "in_turn" else room - 1
 

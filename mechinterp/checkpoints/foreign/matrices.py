@@ -6,10 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import ATTENTION, TORCH, TRANSPOSED, Piece, Tensors, shown
+from mechinterp.checkpoints.foreign.names import (
+    ATTENTION,
+    TORCH,
+    TRANSPOSED,
+    Piece,
+    Tensors,
+    name_of,
+    shown,
+)
 from mechinterp.checkpoints.foreign.refusals import TensorError
-
-FULL = {"q": "query", "k": "key", "v": "value", "o": "out"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,7 @@ class Matrix:
 
 
 def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> dict[str, Matrix]:
-    """Weights and biases of one layer: `query.weight`, `query.bias`, and so on for key, value and
-    out."""
+    """Weights and biases of attention in one layer, by their names in `Weights`; all heads side by side."""
     grouped: dict[tuple[str, str], dict[int | None, Piece]] = {}
     for piece in pieces:
         if piece.part in ATTENTION:
@@ -39,7 +44,7 @@ def attention_matrices(pieces: Iterable[Piece], tensors: Tensors, axes: str) -> 
     for (part, kind), heads in grouped.items():
         whole = _matrix(heads, tensors, order, axes)
         for x, matrix in zip(part, _unpacked(whole, part), strict=True):
-            name = f"{FULL[x]}.{kind}"
+            name = name_of(x, kind)
             require_first(matrices.get(name), matrix)
             matrices[name] = matrix
     return matrices

@@ -32,6 +32,8 @@ KNOWN = (
 )
 """Known names that the user can give to unknown tensors (--map), one per part; `unused` drops a
 tensor."""
+WEIGHTS: dict[str, str] = TABLE["weights"]
+"""Name in `Weights` of the weight that a part stands for."""
 LINEARS = {f"linears.{i}": part for i, part in enumerate("qkvo")}
 """Parts of modules in a list, as in the Annotated Transformer."""
 BARE_BIASES = {word: part for part, words in TABLE["bare_biases"].items() for word in words.split()}
@@ -74,6 +76,34 @@ def _parts() -> dict[str, str]:
 
 
 PARTS = _parts()
+
+
+def name_of(part: str, kind: str) -> str:
+    """Name in `Weights` of a part's weight or bias.
+
+    Example:
+        >>> name_of("q", "weight"), name_of("q", "bias"), name_of("norm1", "bias")
+        ('attn.W_Q', 'attn.b_Q', 'ln1.b')
+    """
+    return WEIGHTS[part] if kind == "weight" else bias_of(WEIGHTS[part])
+
+
+def bias_of(weight: str) -> str:
+    """Name of the bias beside a weight, such as mlp.b_in beside mlp.W_in."""
+    path, dot, last = weight.rpartition(".")
+    return f"{path}{dot}b{last[1:]}"
+
+
+def weight_of(name: str) -> str:
+    """Name of the weight that a bias belongs to; a weight's own name.
+
+    Example:
+        >>> weight_of("mlp.b_in"), weight_of("ln1.b"), weight_of("attn.W_O")
+        ('mlp.W_in', 'ln1.w', 'attn.W_O')
+    """
+    path, dot, last = name.rpartition(".")
+    first = {"b": "w" if last == "b" else "W"}.get(last[0], last[0])
+    return f"{path}{dot}{first}{last[1:]}"
 
 
 @dataclass(frozen=True)

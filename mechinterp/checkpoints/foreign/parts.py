@@ -18,7 +18,16 @@ from mechinterp.checkpoints.foreign.matrices import (
     require_first,
     require_matrix,
 )
-from mechinterp.checkpoints.foreign.names import ATTENTION, TRANSPOSED, Piece, Tensors, shown
+from mechinterp.checkpoints.foreign.names import (
+    ATTENTION,
+    TRANSPOSED,
+    Piece,
+    Tensors,
+    bias_of,
+    name_of,
+    shown,
+    weight_of,
+)
 from mechinterp.checkpoints.foreign.options import Hints, settle
 from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
 
@@ -30,9 +39,10 @@ class Parts:
     """The tensors of a file as parts of a model."""
 
     layers: tuple[dict[str, Tensor], ...]
-    """Tensors of each layer: .weight and .bias of query, key, value, out, mlp_in, mlp_out, norm1,
-    norm2, if there are any."""
+    """Tensors of each layer by their names in `Weights` (attn.W_Q, mlp.b_in, ln1.w, ...), as [in, out]; those of attention
+    have all heads side by side."""
     ends: dict[str, Tensor]
+    """W_in, unembed.W_U, pos_embed.W_pos, ln_final.w, their biases, and W_read of a read-in of two layers."""
     n_heads: int
     merged: bool = False
     """True: each head has one merged matrix instead of queries and keys."""
@@ -45,32 +55,32 @@ class Parts:
     @property
     def width(self) -> int:
         """Width of the stream."""
-        return len(self.layers[0]["query.weight"])
+        return len(self.layers[0]["attn.W_Q"])
 
     @property
     def d_head(self) -> int:
         """Width of the queries of a head in the first layer."""
-        return self.layers[0]["query.weight"].shape[1] // self.n_heads
+        return self.layers[0]["attn.W_Q"].shape[1] // self.n_heads
 
     @property
     def written(self) -> int:
         """Number of entries that a token has after the last layer."""
         last = self.layers[-1]
-        name = next(n for n in ("mlp_out", "out", "value") if f"{n}.weight" in last)
-        return last[f"{name}.weight"].shape[1] // (self.n_heads if name == "value" else 1)
+        name = next(n for n in ("mlp.W_out", "attn.W_O", "attn.W_V") if n in last)
+        return last[name].shape[1] // (self.n_heads if name == "attn.W_V" else 1)
 
     @property
     def shown_responses(self) -> int | None:
         """d_y if the shapes show it: a read-out, or heads that write less than a token."""
-        if self.has("read_out.weight"):
-            return self.ends["read_out.weight"].shape[1]
-        narrow = self.written < self.width and not self.has("mlp_out.weight")
+        if self.has("unembed.W_U"):
+            return self.ends["unembed.W_U"].shape[1]
+        narrow = self.written < self.width and not self.has("mlp.W_out")
         return self.written if narrow else None
 
     @property
     def d_token(self) -> int:
         """Number of entries of a token that are read."""
-        first = self.ends.get("read_mlp.weight", self.ends.get("read_in.weight"))
+        first = self.ends.get("W_read", self.ends.get("W_in"))
         return self.width if first is None else len(first)
 
     def has(self, name: str) -> bool:
@@ -80,20 +90,20 @@ class Parts:
     def normed(self, chosen: Mapping[str, object]) -> "Parts":
         """The parts, with norms of factor 1 added if the reading has norms without weights in the
         file."""
-        if chosen.get("norm") is None or self.has("norm1.weight") or self.has("norm2.weight"):
+        if chosen.get("norm") is None or self.has("ln1.w") or self.has("ln2.w"):
             return self
-        ones = self.layers[0]["query.weight"].new_ones(self.width)
-        unit = {"weight": ones, "bias": 0 * ones}
-        norms = ("norm1", "norm2") if self.has("mlp_in.weight") else ("norm1",)
+        ones = self.layers[0]["attn.W_Q"].new_ones(self.width)
+        unit = {"w": ones, "b": 0 * ones}
+        norms = ("ln1", "ln2") if self.has("mlp.W_in") else ("ln1",)
         added = {f"{name}.{kind}": unit[kind] for name in norms for kind in unit}
-        final = {f"final_norm.{kind}": unit[kind] for kind in unit if chosen["norm"] == "before"}
+        final = {f"ln_final.{kind}": unit[kind] for kind in unit if chosen["norm"] == "before"}
         layers = tuple({**layer, **added} for layer in self.layers)
         return replace(self, layers=layers, ends={**self.ends, **final})
 
     @property
     def alone(self) -> bool:
         """True if there is only one layer of attention."""
-        around = self.has("norm1.weight") or self.has("mlp_in.weight") or self.ends
+        around = self.has("ln1.w") or self.has("mlp.W_in") or self.ends
         return len(self.layers) == 1 and not around
 
 
@@ -121,7 +131,7 @@ def parts_of(
     if numbers and (missing := set(range(first, first + count)) - numbers):
         raise ValueError(f"layer {min(missing)} of {count} is missing.")
     every_layer = [attention_matrices(pieces, tensors, axes) for pieces in layout.layers]
-    query = every_layer[0]["query.weight"]
+    query = every_layer[0]["attn.W_Q"]
     width = len(query.tensor)
     apart = [m.n_heads for each in every_layer for m in each.values() if m.n_heads]
     heads = (_whole_tokens(query, width) if wide_heads else None) or next(iter(apart), None)
@@ -135,23 +145,29 @@ def parts_of(
     layers, ends = _alike(every_layer, hints.output_scale or 1), _ends(tensors, layout, width)
     merged = any(p.part == "qk" and tensors[p.name].ndim == 2 for p in layout.layers[0])
     parts = Parts(layers, ends, n_heads, merged)
-    if width < 2 and not parts.has("read_in.weight"):
+    if width < 2 and not parts.has("W_in"):
         raise TensorError(query.name, f"must read tokens of >= 2 entries, got {width}")
-    if not parts.alone and "out.weight" not in every_layer[0]:
+    if not parts.alone and "attn.W_O" not in every_layer[0]:
         name = shown(layout.layers[0][0].name)
         raise TensorError("an output projection", f"is needed with {name}, got none")
     named = [item for part in (ends, *layers) for item in part.items()]
-    biases = [t for name, t in named if name.endswith(".bias") and "norm" not in name]
+    biases = [t for name, t in named if _is_bias(name) and not name.startswith("ln")]
     biased = any(bool(t.any()) or not parts.alone for t in biases)
-    norms = {name.partition(".")[2] for name, _ in named if "norm" in name}
+    norms = [name for name, _ in named if name.startswith("ln")]
+    bare = bool(norms) and not any(map(_is_bias, norms))
     full = tuple(map(_with_biases, layers)), _with_biases(ends)
-    return Parts(*full, n_heads, merged, biased, bare_norms=norms == {"weight"})
+    return Parts(*full, n_heads, merged, biased, bare)
 
 
 def _with_biases(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors, with zeros for missing biases."""
-    zeros = {n.replace("weight", "bias"): t.new_zeros(t.shape[-1]) for n, t in tensors.items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not _is_bias(name)}
+    zeros = {bias_of(name): tensor.new_zeros(tensor.shape[-1]) for name, tensor in weights.items()}
     return zeros | dict(tensors)
+
+
+def _is_bias(name: str) -> bool:
+    return weight_of(name) != name
 
 
 def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[str, Tensor], ...]:
@@ -159,8 +175,8 @@ def _alike(layers: Sequence[Mapping[str, Matrix]], factor: float) -> tuple[dict[
     attention."""
     kinds = (matrix.tensor.dtype for layer in layers for matrix in layer.values())
     dtype = reduce(torch.promote_types, kinds, torch.float32)
-    last = "out." if "out.weight" in layers[0] else "value."
-    factors = {name: factor if name.startswith(last) else 1.0 for name in layers[0]}
+    last = "attn.W_O" if "attn.W_O" in layers[0] else "attn.W_V"
+    factors = {name: factor if weight_of(name) == last else 1.0 for name in layers[0]}
     return tuple(
         {n: matrix.tensor.detach().to("cpu", dtype) * factors[n] for n, matrix in layer.items()}
         for layer in layers
@@ -175,7 +191,7 @@ def _beside(pieces: Sequence[Piece], tensors: Tensors, width: int) -> dict[str, 
     for piece in pieces:
         if piece.part in ATTENTION:
             continue
-        name, tensor = f"{piece.part}.{piece.kind}", tensors[piece.name]
+        name, tensor = name_of(piece.part, piece.kind), tensors[piece.name]
         require_first(matrices.get(name), piece)
         if piece.part.startswith("mlp") and piece.kind == "weight":
             require_matrix(piece.name, tensor)
@@ -184,12 +200,12 @@ def _beside(pieces: Sequence[Piece], tensors: Tensors, width: int) -> dict[str, 
             if (by_torch and not by_columns) or tensor.shape[axis] != width:
                 tensor = tensor.mT
         matrices[name] = Matrix(piece.name, tensor)
-    mlp = {"mlp_in.weight", "mlp_out.weight"} & matrices.keys()
-    if "norm2.weight" in matrices and not mlp:
+    mlp = {"mlp.W_in", "mlp.W_out"} & matrices.keys()
+    if "ln2.w" in matrices and not mlp:
         # Two norms around attention alone: a layer whose MLP writes zeros.
-        zeros = torch.zeros(width, 1, dtype=matrices["norm2.weight"].tensor.dtype, device="cpu")
-        matrices["mlp_in.weight"] = Matrix("mlp", zeros)
-        matrices["mlp_out.weight"] = Matrix("mlp", zeros.mT)
+        zeros = torch.zeros(width, 1, dtype=matrices["ln2.w"].tensor.dtype, device="cpu")
+        matrices["mlp.W_in"] = Matrix("mlp", zeros)
+        matrices["mlp.W_out"] = Matrix("mlp", zeros.mT)
     elif len(mlp) == 1:
         (one,) = mlp
         name = shown(matrices[one].name)
@@ -210,17 +226,17 @@ def _ends(tensors: Tensors, layout: Layout, width: int) -> dict[str, Tensor]:
             require_matrix(piece.name, tensor)
             if part != "positions" and not _reads_by_rows(piece, tensor, width):
                 tensor = tensor.mT
-        matrices[f"{part}.{kind}"] = Matrix(piece.name, tensor)
-    if "read_in.weight" in matrices and "read_out.weight" not in matrices:
-        name = f"{shown(matrices['read_in.weight'].name)}, a read-in,"
+        matrices[name_of(part, kind)] = Matrix(piece.name, tensor)
+    if "W_in" in matrices and "unembed.W_U" not in matrices:
+        name = f"{shown(matrices['W_in'].name)}, a read-in,"
         raise TensorError(name, "needs a read-out too, got none")
-    if "read_mlp.weight" in matrices and "read_in.weight" not in matrices:
-        first = shown(matrices["read_mlp.weight"].name)
+    if "W_read" in matrices and "W_in" not in matrices:
+        first = shown(matrices["W_read"].name)
         raise TensorError("a read-in of two layers", f"needs both, got only {first}")
-    hidden = matrices["read_mlp.weight"].tensor.shape[1] if "read_mlp.weight" in matrices else None
+    hidden = matrices["W_read"].tensor.shape[1] if "W_read" in matrices else None
     shapes: dict[str, tuple[int | None, ...]] = {
-        **{"final_norm": (width,), "positions": (None, width)},
-        **{"read_in": (hidden, width), "read_out": (width, None)},
+        **{"ln_final.w": (width,), "pos_embed.W_pos": (None, width)},
+        **{"W_in": (hidden, width), "unembed.W_U": (width, None)},
     }
     _require_shapes(matrices, shapes)
     return {name: matrix.tensor for name, matrix in matrices.items()}
@@ -240,9 +256,9 @@ def _number_of_heads(
     """Number of heads, from the tensors' shapes, the file, its config or the user."""
     stated = settings.get("n_heads")
     n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
-    query, value = layer["query.weight"].tensor, layer["value.weight"]
+    query, value = layer["attn.W_Q"].tensor, layer["attn.W_V"]
     width, inner = query.shape
-    if n_heads is None and "out.weight" not in layer:  # each head writes a whole token, or y
+    if n_heads is None and "attn.W_O" not in layer:  # each head writes a whole token, or y
         n_heads = _whole_tokens(value, width)
     elif n_heads is None and math.gcd(inner, value.tensor.shape[1]) == 1:
         n_heads = 1
@@ -271,15 +287,16 @@ def _require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> 
             rule = f"must have {n_heads} heads, got {matrix.n_heads}; {GROUPED}"
             raise TensorError(matrix.name, rule)
     inner, values, written, hidden, narrowed = (
-        matrices[f"{name}.weight"].tensor.shape[1] if f"{name}.weight" in matrices else 0
-        for name in ("query", "value", "out", "mlp_in", "mlp_out")
+        matrices[name].tensor.shape[1] if name in matrices else 0
+        for name in ("attn.W_Q", "attn.W_V", "attn.W_O", "mlp.W_in", "mlp.W_out")
     )
     # Without an output projection, each head writes at most a whole token.
-    most = values if "out.weight" in matrices else n_heads * width
+    most = values if "attn.W_O" in matrices else n_heads * width
     shapes: dict[str, tuple[int | None, ...]] = {
-        **{"query": (width, None), "key": (width, inner), "value": (width, min(values, most))},
-        **{"out": (values, min(written, width)), "norm1": (width,), "norm2": (width,)},
-        **{"mlp_in": (width, None), "mlp_out": (hidden, min(narrowed, width))},
+        **{"attn.W_Q": (width, None), "attn.W_K": (width, inner)},
+        **{"attn.W_V": (width, min(values, most)), "attn.W_O": (values, min(written, width))},
+        **{"ln1.w": (width,), "ln2.w": (width,)},
+        **{"mlp.W_in": (width, None), "mlp.W_out": (hidden, min(narrowed, width))},
     }
     _require_shapes(matrices, shapes)
     for size in (inner, values):
@@ -290,18 +307,17 @@ def _require_layer(matrices: Mapping[str, Matrix], n_heads: int, width: int) -> 
 def _require_shapes(
     matrices: Mapping[str, Matrix], shapes: Mapping[str, tuple[int | None, ...]]
 ) -> None:
-    """Refuse weights of other shapes than these, by part (None: any size), and biases that fit no
+    """Refuse weights of other shapes than these, by name (None: any size), and biases that fit no
     weight."""
-    weights_first = sorted(matrices, key=lambda name: name.endswith("bias"))
-    for name in weights_first:
+    for name in sorted(matrices, key=_is_bias):  # weights first
         matrix = matrices[name]
-        part, got = name.rpartition(".")[0], tuple(matrix.tensor.shape)
-        weight = matrices.get(f"{part}.weight")
+        got = tuple(matrix.tensor.shape)
+        weight = matrices.get(weight_of(name))
         if weight is None:
             raise TensorError(matrix.name, "is a bias without a weight")
-        of_weight = shapes.get(part, got)
-        wanted = tuple(weight.tensor.shape[-1:]) if name.endswith("bias") else of_weight
+        of_weight = shapes.get(name, got)
+        wanted = tuple(weight.tensor.shape[-1:]) if _is_bias(name) else of_weight
         shape = tuple(n if n is not None else size for n, size in zip(wanted, got, strict=False))
         if shape != got:
-            order = " as [in, out]" if len(shape) == 2 and part != "positions" else ""
+            order = " as [in, out]" if len(shape) == 2 and name != "pos_embed.W_pos" else ""
             raise TensorError(matrix.name, f"must have shape {shape}{order}, got {got}")

@@ -319,7 +319,7 @@ def possible(case: Case, recording: Recording, closed: Collection[str] = ()) -> 
         "output_column": case.source.choices.get("output_column", ()),
         # In one layer that runs once only the query's keys count; `_passes` has the other cases.
         "context_keys": (False, True) if len(parts.layers) > 1 or "passes" in closed else (),
-        "layout": LAYOUTS if parts.has("read_in.weight") else (),
+        "layout": LAYOUTS if parts.has("W_in") else (),
         "activation": ACTIVATIONS
         if len(case.source.choices.get("activation", ())) > 1
         or "activation" in case.source.form.assumed
@@ -373,9 +373,9 @@ def _norms(case: Case) -> list[Tried]:
     parts, tried = case.parts, case.tried
     if "norm" not in tried:
         return []
-    of_mlps = parts.has("norm2.weight") and not parts.has("norm1.weight")
+    of_mlps = parts.has("ln2.w") and not parts.has("ln1.w")
     places: tuple[str | None, ...] = (MLP_NORM,) if of_mlps else NORMS
-    if of_mlps or parts.has("norm1.weight"):
+    if of_mlps or parts.has("ln1.w"):
         kinds = (False, True) if parts.bare_norms else (False,)
         rest: list[Tried] = []
     else:
@@ -396,9 +396,9 @@ def _positions(case: Case) -> list[Tried]:
     names = ("positions", "rotary_base", "rotary_adjacent_pairs")
     own: Tried = {name: tried[name] for name in names if name in tried}
     changes: list[Tried] = [own, {"positions": "none"}] if own["positions"] != "none" else [own]
-    if parts.has("positions.weight"):
+    if parts.has("pos_embed.W_pos"):
         return changes
-    if parts.has("read_in.weight"):
+    if parts.has("W_in"):
         changes += [{"positions": "sinusoidal"}, {"positions": "sinusoidal_halves"}]
     if case.source.form.turns and not parts.merged and parts.d_head % 2 == 0:
         finer = FINER_BASES if own["positions"] == "rotary" else BASES

@@ -499,7 +499,7 @@ def _own(form: Format, parts: Parts, hints: Hints) -> Format:
         )
     if form is not LAYERED or not parts.alone:
         return form
-    return OWN_LAYERS if "out.weight" in parts.layers[0] else BARE
+    return OWN_LAYERS if "attn.W_O" in parts.layers[0] else BARE
 
 
 def _checkpoint(
@@ -577,8 +577,8 @@ def _left_out(case: Case) -> dict[str, object]:
         return {}
     read = task.d_x + task.d_y
     left_out: dict[str, object] = {"model.position_columns_left_out": parts.d_token - read}
-    if not parts.has("read_in.weight"):
-        first = [parts.layers[0][f"{name}.weight"] for name in ("query", "key", "value")]
+    if not parts.has("W_in"):
+        first = [parts.layers[0][f"attn.W_{x}"] for x in "QKV"]
         rest = [t[read:].norm() / t.norm().clamp(min=1e-30) for t in first]
         left_out["model.position_columns_share"] = max(each.item() for each in rest)
     return left_out

@@ -391,7 +391,7 @@ def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
         # Tokens in turn need a read-in, and have no order of columns.
         fits = {
             "columns": case.tried.get("layout") != "in_turn",
-            "layout": case.parts.has("read_in.weight"),
+            "layout": case.parts.has("W_in"),
         }
         if is_open and fits.get(name, True):
             doubts += case.changed({name: v} for v in values if v != case.tried[name])
