@@ -1,5 +1,5 @@
 """Names of learners that take the pairs one after another, and of those that estimate the noise; the functions are loops of
-their own in analyses/along_pairs/learners.py."""
+their own in analyses/recurrent/learners.py."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.along_pairs import learners as make
+from analyses.recurrent import learners as make
 from mechinterp import TaskConfig, load, name_algorithm
 from mechinterp.analysis.multi_layer.naming import UNDETERMINED
 from mechinterp.icl.algorithm import PromptMoments, fit_algorithm, scalar_errors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.along_pairs import drift
+from analyses.recurrent import drift
 from mechinterp import (
     compare_learners,
     error_curve,
@@ -205,7 +205,7 @@ def test_patching_a_drifting_prompt_permutes_its_responses(tmp_path):
 
 
 def test_the_closed_form_of_excess_risks_is_their_mean_over_prompts():
-    """Risks at given covariates of analyses/along_pairs/drift.py, against squared errors."""
+    """Risks at given covariates of analyses/recurrent/drift.py, against squared errors."""
     prompts = draw_prompts(drift.TASK, 4096, seed=5, dtype=torch.float64)
     law = drift.covariances(prompts, 0.9, drift.TASK)
     task = replace(drift.TASK, drift=0.9)

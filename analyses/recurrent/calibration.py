@@ -1,10 +1,10 @@
 """Error rates of the labels of learners along the pairs, on functions whose right label is known.
 
-    python -m analyses.along_pairs.calibration  (ten minutes on one core)
+    python -m analyses.recurrent.calibration  (ten minutes on one core)
 
 Members of each label, members with noise of weights, near misses, and plain learners whose pairs are a set, with random
 scalars and tasks. The rules were settled before these functions were drawn. A member must get its label and its scalars to
-0.1%; with noise of weights it may stay undetermined. Functions that analyses/results/along_pairs/calibration_models.csv
+0.1%; with noise of weights it may stay undetermined. Functions that analyses/results/recurrent/calibration_models.csv
 already has are skipped. Writes calibration_{models,rates}.csv there.
 """
 
@@ -17,14 +17,14 @@ import pandas as pd
 import torch
 from scipy.stats import binomtest
 
-from analyses.along_pairs import learners as make
-from analyses.along_pairs.learners import Learner
 from analyses.lib.measured import RESULTS, parsed, parser_of
+from analyses.recurrent import learners as make
+from analyses.recurrent.learners import Learner
 from mechinterp import CovarianceConfig, Prompts, TaskConfig, name_algorithm
 from mechinterp.icl.predictors import kalman, nadaraya_watson, ridge, vanilla_gd
 
 Random = np.random.Generator
-FOLDER = RESULTS / "along_pairs"
+FOLDER = RESULTS / "recurrent"
 SEED = 71
 """First number of the seeds of all functions."""
 PER_FAMILY = {"member": 6, "noisy": 4, "near miss": 4, "plain": 4}

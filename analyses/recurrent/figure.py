@@ -1,7 +1,7 @@
 """Figures of docs/recurrent.md: what learners along the pairs do with ages and places (recurrent.svg), and their best
-forgetting on tasks that drift (recurrent_drift.svg, from results/along_pairs_drift.csv).
+forgetting on tasks that drift (recurrent_drift.svg, from results/recurrent_drift.csv).
 
-python -m analyses.along_pairs.figure    (needs a browser)
+python -m analyses.recurrent.figure    (needs a browser)
 """
 
 from functools import partial
@@ -11,8 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from analyses.along_pairs import learners as make
 from analyses.lib.measured import RESULTS, ROOT
+from analyses.recurrent import learners as make
 from mechinterp import TaskConfig, figures, response
 from mechinterp.icl.predictors import ridge
 
@@ -102,7 +102,7 @@ def drift(table: pd.DataFrame) -> go.Figure:
 
 def main() -> None:
     places().write_image(ROOT / "docs" / "recurrent.svg")
-    table = pd.read_csv(RESULTS / "along_pairs_drift.csv")
+    table = pd.read_csv(RESULTS / "recurrent_drift.csv")
     drift(table).write_image(ROOT / "docs" / "recurrent_drift.svg")
 
 
