@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.assemble import Tried, architecture, assembled, columns
-from mechinterp.checkpoints.foreign.formats import BARE, CAUSAL, Format
+from mechinterp.checkpoints.foreign.formats import BARE, Format
 from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
 from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
 from mechinterp.checkpoints.foreign.parts import Parts
@@ -31,6 +31,8 @@ DOUBTED: dict[str, tuple[str | bool, ...]] = {
     "attend_to_self": (True, False),
 }
 """Choices that a format fixes by convention, but names and shapes do not show."""
+CAUSAL = {"attend_to_self": True, "context_keys": False}
+"""Mask of tokens x and y in turn, unless another is stated."""
 STATED = (*JOINS, "norm_eps", "attend_to_self", "score", "rotary_base", "rotary_adjacent_pairs")
 """Settings of a file that fix a choice."""
 ROTARY_BASE = 10000.0

@@ -27,12 +27,13 @@ from mechinterp.checkpoints.foreign.candidates import (
 )
 from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
-from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format, recognised
+from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format
 from mechinterp.checkpoints.foreign.layout import Layout
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS, ORIENTATIONS, PACKINGS, Hints, option
 from mechinterp.checkpoints.foreign.parts import Parts, parts_of
 from mechinterp.checkpoints.foreign.proof import Proof, prove
+from mechinterp.checkpoints.foreign.recognised import recognised
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.refusals import of_file
 from mechinterp.checkpoints.foreign.renaming import mapped, unused_names
@@ -261,28 +262,29 @@ def read_proven(
 ) -> Checkpoint:
     """Checkpoint of a state dict in memory, by the reading that gives recorded predictions.
 
-    The state dict is copied, so that later edits of it do not count.
+        The state dict is copied, so that later edits of it do not count.
 
-    Args:
-        recordings: As `recording_of` makes them.
-        hints: What is known besides, such as the number of heads and the task.
-        shown: Settings that the running module shows; several if it leaves open which of them holds.
-        most: Largest number of readings to try; None: no limit.
-    Raises:
-        NotUnderstoodError: If no reading gives the predictions.
-        ValueError: If the tensors fit no format, or the predictions another task.
-    Example:
-        >>> from mechinterp import sample_prompts
-        >>> from mechinterp.checkpoints.foreign.recorded import recording_of
-        >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
-        >>> from mechinterp.models.run.predictor import predictor_of
-        >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)
-        >>> prompts = sample_prompts(weights, 32)
-        >>> predicted = predictor_of(weights).predict(prompts)
-        >>> record = recording_of(prompts.x, prompts.y, prompts.x_query, predicted)
-        >>> state = {f"W_{x}": getattr(weights, f"W_{x}")[0] for x in "QKVO"}
-        >>> read_proven(state, [record], Hints()).proven["model.score"]
-        'softmax'
+        Args:
+            recordings: As `recording_of` makes them.
+            hints: What is known besides, such as the number of heads and the task.
+            shown: Settings that the running module shows; several if it leaves open which of them holds.
+            most: Largest number of readings to try; None: no limit.
+        Raises:
+            NotUnderstoodError: If no reading gives the predictions.
+            ValueError: If the tensors fit no format, or the predictions another task.
+        Example:
+            >>> from mechinterp import sample_prompts
+            >>> from mechinterp.checkpoints.foreign.recognised import recognised
+    from mechinterp.checkpoints.foreign.recorded import recording_of
+            >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
+            >>> from mechinterp.models.run.predictor import predictor_of
+            >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)
+            >>> prompts = sample_prompts(weights, 32)
+            >>> predicted = predictor_of(weights).predict(prompts)
+            >>> record = recording_of(prompts.x, prompts.y, prompts.x_query, predicted)
+            >>> state = {f"W_{x}": getattr(weights, f"W_{x}")[0] for x in "QKVO"}
+            >>> read_proven(state, [record], Hints()).proven["model.score"]
+            'softmax'
     """
     copied = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     stored = Stored(Path("state dict"), copied, {})

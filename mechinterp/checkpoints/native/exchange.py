@@ -24,7 +24,7 @@ from mechinterp.checkpoints.checkpoint import (
     state_dict,
     weights_from,
 )
-from mechinterp.checkpoints.foreign.formats import MASK, hooked_layer, require_zero
+from mechinterp.checkpoints.foreign.lens import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
