@@ -37,7 +37,7 @@ MEMBERS = {
     "rls .95": (make.recursive(0.95, 0.4), RLS, [0.95, 0.4]),
     "rls .99": (make.recursive(0.99, 0.4), RLS, [0.99, 0.4]),
     "textbook": (make.textbook(0.95, 2.0), RLS, [0.95, 2 * 0.95**20]),
-    "adaptive": (make.mixed(LEVELS, 0.2), ADAPTIVE, [0.1, 3.5, 3 / 7, 0.2]),
+    "adaptive": (make.mixed(LEVELS, 0.2), ADAPTIVE, [0.1, 35, 3 / 7, 0.2]),
 }
 NEAR_MISSES = {
     "momentum": make.momentum(0.05, 0.5),
