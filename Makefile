@@ -15,10 +15,18 @@ TRAINERS := $(BESIDE)/trainers
 # Bytecode is kept: two workers and every command that a test starts would otherwise compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install test test-all test-portable test-portable-short environments test-interop test-peers test-trainers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs release report clean
+.PHONY: help help-all coverage install test test-all test-portable test-portable-short environments test-interop test-peers test-trainers test-versions test-browser test-gpu bench-gpu notebooks notebooks-write lab attack lint bench analyses analyses-check dist docs release report clean
 
-help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+# Targets that `make help` lists; `make help-all` lists the others, too.
+COMMON := install test test-all lint bench report notebooks lab docs analyses analyses-check attack coverage dist clean help-all
+LISTED = awk -F ':.*\#\# ' -v common=" $(1) " '/^[a-z-]+:.*\#\# / && (common == "  " || index(common, " " $$1 " ")) \
+	{printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+help: ## list the common targets
+	@$(call LISTED,$(COMMON))
+
+help-all: ## list all targets
+	@$(call LISTED,)
 
 install: $(STAMP) ## put the package and its tools into .venv (needs Python 3.11 or newer)
 
@@ -62,6 +70,14 @@ test-all: test ## the same, all cases of what `make test` runs a sample of, and 
 	run "fast tests, signatures checked" $(PYTEST) -m $(FAST) $(TESTS); \
 	run "further cases" $(PYTEST) $(UNCHECKED) -m exhaustive --durations 10 $(TESTS); \
 	summary
+
+coverage: .venv/.coverage ## run the fast tests and list the lines of the package that none of them runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run --source=mechinterp -m pytest -p no:nbmake -q $(UNCHECKED) -m $(FAST) $(TESTS)
+	$(BIN)/python -m coverage report --skip-covered --show-missing
+
+.venv/.coverage: $(STAMP)
+	$(PIP) coverage
+	@touch $@
 
 # Instruction sets as torch, MKL, oneDNN, the BLAS of numpy and scipy, and numpy itself name them. Numpy warns of a feature
 # that it does not know or the processor does not have; what numba compiles is kept in a folder of its own.
@@ -127,7 +143,7 @@ $(TRAINERS)/.installed: $(STAMP)
 	@touch $@
 
 test-versions: $(ENVS)/uv/bin/uv ## run the fast tests with Python 3.11 to 3.13, lowest and newest versions of all packages
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.versions $< $(ENVS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m scripts.versions $< $(ENVS)
 
 $(ENVS)/uv/bin/uv:
 	@$(PYTHON) -m venv $(ENVS)/uv

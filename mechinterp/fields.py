@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 MAX_SIZE = 2**20
 """Upper bound on any size or count in a config, so that a file cannot cause endless loops."""
 
-LARGEST = 1e30
+LARGEST_SETTING = 1e30
 """Upper bound on a variance, a factor or a slope in a config, so that squares and sums of its prompts stay finite."""
 
 

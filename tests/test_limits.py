@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp import classify, name_algorithm, response, sample_prompts
+from mechinterp import (
+    classify,
+    local_learning_coefficient,
+    name_algorithm,
+    response,
+    sample_prompts,
+)
 from mechinterp.analysis.labels import ALGORITHMS_RANGE, PATTERNS_RANGE
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -15,7 +21,8 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import peak_memory
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
-from mechinterp.models.run.evaluation import MOST_NUMBERS, evaluation_prompts, most_prompts
+from mechinterp.models.run.evaluation import MOST_DRAWN, evaluation_prompts, most_prompts
+from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import Run, refused
 
@@ -27,7 +34,7 @@ DRAWN = [name for name, each in ANALYSES.items() if each.draws_prompts]
 def test_long_prompts_are_refused_with_the_number_that_fits():
     most = most_prompts(LONG, 100_000)
     # x, y and the task vector of a prompt.
-    assert most == MOST_NUMBERS // (100_001 * 6 + 5) == 111
+    assert most == MOST_DRAWN // (100_001 * 6 + 5) == 111
     with refused("n_prompts", "<= 111", "100000 pairs", "got 112"):
         evaluation_prompts(LONG, n_prompts=112)
     assert len(sample_prompts(replace(LONG, context_length=3), 4)) == 4
@@ -47,6 +54,14 @@ def test_an_algorithm_of_long_prompts_is_refused_before_other_lengths_are_drawn(
     model = gradient_descent_model([0.5, 0.3], d_x=5)
     with refused("n_prompts", "<= 111"):
         name_algorithm(model, task=LONG)
+
+
+def test_the_gradient_of_a_stack_on_long_prompts_is_refused_before_it_is_taken(tmp_path):
+    model = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=12, d_head=6)
+    config = ExperimentConfig(task=LONG, model=model)
+    save(tmp_path / "long", config, initial_deep_weights(config), step=0)
+    with refused("a gradient on 8 prompts of 100000 pairs", "bytes are needed"):
+        local_learning_coefficient(load(tmp_path / "long"), n_prompts=8)
 
 
 def test_a_command_refuses_long_prompts(run: Run, tmp_path):
@@ -84,7 +99,15 @@ def test_a_number_of_infinite_error_is_not_defined():
 
 
 @pytest.mark.parametrize(
-    "task", [{"context_length": 2}, {"d_x": 50}, {"noise_var": 1e8}, {"context_length": 1000}]
+    "task",
+    [
+        {"context_length": 2},
+        {"d_x": 50},
+        {"noise_var": 1e8},
+        {"context_length": 1000},
+        {"drift": 0.9},
+        {"noise_var": ((0.01, 0.5), (0.1, 0.5))},
+    ],
 )
 def test_calibrations_are_said_of_tasks_in_their_range_alone(task: dict):
     assert PATTERNS_RANGE.holds(TaskConfig())

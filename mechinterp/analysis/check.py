@@ -17,8 +17,9 @@ from mechinterp.analysis import registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
 from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.score import LazyReadings
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.module_weights import ModuleProof, proof_of
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, counted
@@ -33,12 +34,11 @@ from mechinterp.models.run.predictor import predictor_of
 
 N_PROMPTS = 512
 """Default number of prompts of the losses."""
-HOW = ("assumed", "stated", "proven", "known")
-"""Grounds of a setting, the least certain first: assumed; stated by the file or the user; proven by predictions; known
+HOW = ("open", "assumed", "stated", "proven", "known")
+"""Grounds of a setting, the least certain first: open, as several readings predict alike; assumed; stated by the file or the user; proven by predictions; known
 from the module, its shapes or its format."""
 WIDTH = 80
 NEEDS: Mapping[registry.Needs, str] = {
-    registry.weights_by_name: "weights by name, but no reading of the state dict predicts as the module does",
     registry.linear_attention: "weights of one layer of linear attention, one response",
     registry.patterns: "attention weights that can be read",
     registry.several_layers: "two layers or more",
@@ -62,7 +62,7 @@ class Check(Result):
     loss: TaskLoss
     """Losses of the model, of ridge regression and of predicting 0, unit y^2."""
     settings: pd.DataFrame
-    """One row per setting: setting, value, how (assumed, stated, proven or known); what is assumed comes first."""
+    """One row per setting: setting, value, how (open, assumed, stated, proven or known), the least certain first."""
     analyses: pd.DataFrame
     """One row per analysis of the registry: analysis, runs, lacks."""
     doubt: str = ""
@@ -82,7 +82,8 @@ class Check(Result):
         runs = self.analyses["runs"]
         lines.append(f"Runs: {', '.join(self.analyses['analysis'][runs])}.")
         lines += ["Does not run, and what it needs:"] if not runs.all() else []
-        lines += [f"  {r.analysis}: {r.lacks}" for r in self.analyses[~runs].itertuples()]
+        for lacks, rows in self.analyses[~runs].groupby("lacks", sort=False):
+            lines.append(f"  {', '.join(rows['analysis'])}: {lacks}")
         fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="    ", break_on_hyphens=False)
         return "\n".join(fill(line) for line in lines)
 
@@ -139,9 +140,15 @@ def check(
     heads = counted(predictor_of(model).n_heads, "head")
     layers = counted(predictor_of(model).n_layers, "layer")
     kind = model.format if isinstance(model, Checkpoint) else "a PyTorch module with hooks"
-    settings = pd.DataFrame(_settings(model, law), columns=["setting", "value", "how"])
+    proof = proof_of(model) if isinstance(model, HookedModule) else None
+    rows_of = (
+        [*_of_law(model, law), *_of_file(model)]
+        if proof is None
+        else [*_of_law(model, law), *_of_module(model, proof)]
+    )
+    settings = pd.DataFrame(rows_of, columns=["setting", "value", "how"])
     order = settings["how"].map(HOW.index)
-    rows = [(name, *_lacks(name, each, model)) for name, each in registry.ANALYSES.items()]
+    rows = [(name, *_lacks(name, each, model, proof)) for name, each in registry.ANALYSES.items()]
     return Check(
         model=f"{model.name}: {layers} of {heads}, {kind}",
         loss=loss,
@@ -169,31 +176,33 @@ def _doubt(model: Checkpoint | HookedModule, loss: TaskLoss) -> str:
         return model.doubt
     if loss.model < loss.zero:
         return ""
-    hint = "the task" if isinstance(model, Checkpoint) else "the task, embed= and read="
-    return f"the model predicts no better than 0; check {hint}"
+    hint = "the task" if isinstance(model, Checkpoint) else "the task, embed= or read="
+    return f"the model predicts no better than 0: it is untrained, or {hint} is wrong"
 
 
-def _settings(
-    model: Checkpoint | HookedModule, law: TaskConfig | None
-) -> Iterator[tuple[str, str, str]]:
-    """Settings, their values, and how they are known."""
+Setting = tuple[str, str, str]
+"""Name and value of a setting, and its ground."""
+
+
+def _of_law(model: Checkpoint | HookedModule, law: TaskConfig | None) -> Iterator[Setting]:
+    """Fields of the task."""
     if law is not None:
         stated = "known" if predictor_of(model).trained_here else "stated"
         for name, value in law.fields_in_words.items():
             yield name, value, "assumed" if name in law.assumed else stated
-    yield from _of_file(model) if isinstance(model, Checkpoint) else _of_module(model)
 
 
-def _of_file(model: Checkpoint) -> Iterator[tuple[str, str, str]]:
+def _of_file(model: Checkpoint) -> Iterator[Setting]:
     """Settings of the architecture as the file is read, and for a checkpoint of this package those of its config."""
     config = model.config.model
     named: dict[str, tuple[str, str]] = {}
-    for how in HOW:
+    for how in HOW[1:]:
         for name, value in getattr(model, how).items():
             if name.startswith("model.") and value not in (None, (), []):
                 named[name.removeprefix("model.")] = (_short(value), how)
     if "attn_scale" in model.assumed:
         named["scale"] = (f"{1 / float(str(model.assumed['attn_scale'])):.4g}", "assumed")
+    named |= {name: (values, "open") for name, values in _open_in(model).items()}
     if "predictions" in model.proven:
         named["predictions"] = (str(model.proven["predictions"]), "proven")
     for name, value in {"score": config.score, "norm": config.norm, "d_mlp": config.d_mlp}.items():
@@ -204,11 +213,24 @@ def _of_file(model: Checkpoint) -> Iterator[tuple[str, str, str]]:
     yield from ((name, *said) for name, said in named.items())
 
 
+def _open_in(model: Checkpoint) -> dict[str, str]:
+    """Settings in which the possible readings of a file differ, with their values."""
+    # Lazy readings are those of a file that leaves nothing open.
+    lazy = isinstance(model.readings, LazyReadings)
+    possible = [] if lazy else [each.tried for each in model.readings if each.stands]
+    values = {
+        name: dict.fromkeys(_short(tried.get(name)) for tried in possible)
+        for name in (possible[0] if possible else ())
+    }
+    return {name: " or ".join(each) for name, each in values.items() if len(each) > 1}
+
+
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _of_module(model: HookedModule) -> Iterator[tuple[str, str, str]]:
+def _of_module(model: HookedModule, proof: ModuleProof) -> Iterator[Setting]:
+    """Input, prediction and heads of a module, and whether its weights are proven."""
     hooked = model.hooked
     own = getattr(hooked.embed, "embed", None)
     yield "input", "tokens (x, y), query last" if own is None else "embed=", _stated(own)
@@ -216,8 +238,10 @@ def _of_module(model: HookedModule) -> Iterator[tuple[str, str, str]]:
     yield "prediction", "last entries of the output" if plain else "read=", _stated(not plain)
     yield "heads before", ", ".join(dict.fromkeys(model.outputs)), "known"
     yield "parameters", f"{sum(p.numel() for p in model.model.module.parameters()):,}", "known"
-    if predictor_of(by_weights(model)).weights is not None:
-        yield "weights by name", "(the state dict predicts as the module does)", "proven"
+    for values in proof.open:
+        yield "reading", values, "open"
+    if proof.readings:
+        yield "weights by name", f"({proof.tried}; one predicts as the module does)", "proven"
 
 
 def _stated(given: object) -> str:
@@ -225,7 +249,10 @@ def _stated(given: object) -> str:
 
 
 def _lacks(
-    name: str, analysis: registry.Analysis, model: Checkpoint | HookedModule
+    name: str,
+    analysis: registry.Analysis,
+    model: Checkpoint | HookedModule,
+    proof: ModuleProof | None,
 ) -> tuple[bool, str]:
     """True if an analysis runs on a model, and the requirement that the model lacks."""
     if isinstance(model, HookedModule) and name in (*OF_STREAM, EDGES):
@@ -234,6 +261,8 @@ def _lacks(
         except ValueError as error:
             return False, " ".join(str(error).split()).removesuffix(".")
         return True, ""
+    if proof is not None and analysis.needs is registry.weights_by_name:
+        return bool(proof.readings), f"weights by name, but {proof.why}" if proof.why else ""
     if analysis.needs(model):
         return True, ""
     lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])

@@ -14,7 +14,8 @@ from torch import Tensor
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import HEADS
-from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.module_weights import by_weights, proof_of
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -234,8 +235,9 @@ def circuits(source: Source) -> Circuits:
         Circuits(L0H0 omega +0.100 mu +3.000; L0H1 omega -0.100 mu -3.000)
     """
     if (weights := predictor_of(by_weights(source)).weights) is None:
+        why = f" ({proof_of(source).why})" if isinstance(source, HookedModule) else ""
         raise ValueError(
-            "circuits needs weights by name, and no reading of this module's state dict predicts as the module does; "
+            f"circuits needs weights by name, and no reading of this module's state dict predicts as the module does{why}; "
             "ablate, attention_patterns and probe describe its heads."
         )
     weights = weights.to("cpu").to(torch.float64)

@@ -343,8 +343,10 @@ def own_function(named: str) -> Callable[..., Any]:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
     except (ValueError, TypeError):
         own = None  # an empty name, or one that begins with a dot
-    if not callable(own):
+    if own is None:
         raise ValueError(f"{named}: {module} has no function {function!r}.")
+    if not callable(own):
+        raise ValueError(f"{named}: must be a function or a model, got a {type(own).__name__}.")
     return own
 
 

@@ -96,7 +96,7 @@ self.training
 """
 BATCH = """
 from the run on the whole batch if the same prompts run {how}: a prediction depends on the other prompts of the batch;
-take means within a prompt, give batch norms running statistics, and check which axis attention takes as positions
+take means within a prompt, quantise weights alone, give batch norms running statistics, and check which axis attention takes as positions
 (batch_first=True for torch's, if prompts come first)
 """
 """Ends of the messages, by the cause."""

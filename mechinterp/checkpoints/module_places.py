@@ -58,11 +58,20 @@ def layer_names(trial: Trial, outputs: Sequence[str]) -> list[str]:
             raise ValueError(
                 f"outputs must be names of modules, as {trial.name}.named_modules() gives them, got {name!r}."
             )
-    names, ran = given or _outputs(trial.module), _order(trial)
+    ran = _order(trial)
+    names = given or _first_of_each(_outputs(trial.module), ran)
     for name in names:
         if name not in ran:
             raise ValueError(f"{name} must run for a prediction, got 0 times.")
     return [name for name in ran if name in names]
+
+
+def _first_of_each(names: Sequence[str], ran: Sequence[str]) -> list[str]:
+    """Names without those of modules that run after another one of the same parent, such as a read-out `out` after `o_proj`."""
+    first: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: ran.index(name) if name in ran else len(ran)):
+        first.setdefault(name.rpartition(".")[0], name)
+    return [name for name in names if name in first.values()]
 
 
 def _order(trial: Trial) -> list[str]:
@@ -93,7 +102,8 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     if not names:
         raise ValueError(
             f"outputs must name the modules that take the heads' outputs: a {type(module).__name__} has no "
-            "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj."
+            "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj. Without heads, compare_learners, "
+            "name_algorithm and response take a function of prompts, such as lambda prompts: model(prompts.tokens)[:, -1, -1:]."
         )
     return tuple(names)
 
@@ -240,7 +250,9 @@ def _number_of_heads(trial: Trial, name: str, inner: Inner, heads: int | None) -
     """
     own, source = next(_heads_shown(trial, name, inner), (heads, ""))
     if own is None:
-        raise ValueError(f"heads must be given: the module around {name} states no number.")
+        raise ValueError(
+            f"heads must be given: the module around {name} states no number; pass heads= (--n-heads)."
+        )
     if heads not in (None, own):
         raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
     return own

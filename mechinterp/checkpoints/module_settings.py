@@ -5,6 +5,7 @@ Each is read from one run on a few prompts. What is not clear stays open, and is
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from typing import cast
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import einsum
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from mechinterp.checkpoints.foreign.assemble import Tried
 from mechinterp.checkpoints.foreign.candidates import FINER_BASES as BASES
@@ -22,10 +24,10 @@ from mechinterp.config import ModelConfig
 from mechinterp.config.model import OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.explained import MASKED, caught, same
-from mechinterp.models.hooked.followed import PRODUCTS, TINY, Heads, linear_attention
+from mechinterp.models.hooked.followed import PRODUCTS, PROJECTED, TINY, Heads, linear_attention
 from mechinterp.models.layers import ACTIVATIONS, readable_keys, rotated
 
-POINTS = ("hook_q", "hook_k", "hook_v", "hook_attn_scores", "hook_pattern", "hook_z")
+POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern", "hook_z")
 OF_MASKS: Mapping[str, tuple[bool, bool]] = {
     "context": (True, False),
     "strict": (False, False),
@@ -67,12 +69,21 @@ def shown_settings(
 
 
 def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
-    """Values at the hook points of every layer."""
+    """Values at the hook points of every layer, and queries, keys and values that projections put out without a point."""
     with ExitStack() as stack:
-        heads = (cast(Heads, block.attn) for block in module.model.blocks)
+        heads = [cast(Heads, block.attn) for block in module.model.blocks]
         every = [stack.enter_context(caught(each, POINTS)) for each in heads]
+        for own, passed in zip(heads, every, strict=True):
+            own.hook_z.add_hook(partial(_note_projected, heads=own, to=passed))
         module.predict(prompts)
     return list(every)
+
+
+def _note_projected(z: Tensor, hook: HookPoint, heads: Heads, to: dict[str, list[Tensor]]) -> None:
+    """Hook that records what projections put out where the hook point was left out."""
+    for name in PROJECTED:
+        if name in heads.passed and not hasattr(heads, name):
+            to[name].append(heads.passed[name].detach())
 
 
 def _linear_mask(heads: Sequence[Heads], runs: Sequence[Sequence[Passed]]) -> str:

@@ -285,7 +285,8 @@ def _require_readable(output: object, tokens: Tensor, task: TaskConfig) -> None:
     """Refuse an output whose shape does not show the place of the prediction."""
     if not isinstance(output, Tensor):
         raise ValueError(
-            f"read must be given for a module whose output is not a tensor, got {type(output).__name__}."
+            f"read must be given for a module whose output is not a tensor, got {type(output).__name__}: "
+            "pass a function such as read=lambda output: output[0][:, -1, -1:], or output['logits'] for a dict."
         )
     shape, n_prompts = tuple(output.shape), len(tokens)
     # One prediction, or one number for every token or for every x.

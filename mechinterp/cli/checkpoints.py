@@ -190,17 +190,21 @@ def _own_model(named: str, files: Files) -> "HookedModule":
     from torch import nn
 
     from mechinterp.analysis.registry import own_function
+    from mechinterp.checkpoints.io.files import one_line
     from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 
+    rule = f"{named}: must be a torch.nn.Module, a hooked module or a function that makes one without arguments"
     own = own_function(named)
-    made = own if isinstance(own, nn.Module) else own()
+    try:
+        made = own if isinstance(own, nn.Module) else own()
+    except Exception as error:
+        raise ValueError(
+            f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
+        ) from None
     if isinstance(made, HookedModule):
         return made
     if not isinstance(made, nn.Module):
-        kind = type(made).__name__
-        raise ValueError(
-            f"{named}: must be a torch.nn.Module, a hooked module or a function that returns one, got {kind}."
-        )
+        raise ValueError(f"{rule}, got {type(made).__name__}.")
     return hook_module(made, task=files.hints.task, heads=files.hints.n_heads)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mechinterp.fields import LARGEST, MAX_SIZE, Rules, set_checked
+from mechinterp.fields import LARGEST_SETTING, MAX_SIZE, Rules, set_checked
 
 SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear", "linear/L")
 CONTEXT_ONLY_SCORES = (*SCORES, "relu/L")
@@ -112,9 +112,9 @@ class ModelConfig:
         rules.at_least(1, *sizes)
         rules.at_most(MAX_SIZE, *sizes)
         rules.at_least(0, "norm_eps")
-        slope = f"must lie within ±{LARGEST:g}"
-        rules.require("score_slope", abs(self.score_slope) <= LARGEST, slope)
-        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        slope = f"must lie within ±{LARGEST_SETTING:g}"
+        rules.require("score_slope", abs(self.score_slope) <= LARGEST_SETTING, slope)
+        scores: tuple[str, ...] = CONTEXT_ONLY_SCORES if self.context_only else SCORES
         # Attention to the pairs alone has this score as "linear/L".
         other_keys = self.attend_to_self or (self.n_layers > 1 and not self.context_only)
         scores += (OVER_PAIRS,) if other_keys and self.layout == "pairs" else ()

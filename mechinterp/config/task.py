@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from mechinterp.fields import LARGEST, MAX_SIZE, Rules, build, set_checked
+from mechinterp.fields import LARGEST_SETTING, MAX_SIZE, Rules, build, set_checked
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -80,7 +80,7 @@ class CovarianceConfig:
         rules = Rules("task.covariance", self)
         rules.one_of("kind", COVARIANCES)
         rules.positive("scale")
-        rules.at_most(LARGEST, "scale")
+        rules.at_most(LARGEST_SETTING, "scale")
         for name, kind in (("rho", "kms"), ("eigenvalues", "eigenvalues"), ("matrix", "matrix")):
             unused = not getattr(self, name) or self.kind == kind
             rules.require(
@@ -187,7 +187,7 @@ class TaskConfig:
         rules.at_most(MAX_SIZE, "d_x", "d_y", "context_length")
         self._check_noise(rules)
         rules.positive("beta_var")
-        rules.at_most(LARGEST, "beta_var")
+        rules.at_most(LARGEST_SETTING, "beta_var")
         kind, size = self.covariance.kind, len(self.covariance.diagonal(self.d_x))
         if size != self.d_x:
             what = "numbers" if kind == "eigenvalues" else "rows"
@@ -206,12 +206,12 @@ class TaskConfig:
         """Refuse negative variances, and a mixture whose weights do not sum to 1; a mixture of one level is a number."""
         if isinstance(self.noise_var, float):
             rules.at_least(0, "noise_var")
-            rules.at_most(LARGEST, "noise_var")
+            rules.at_most(LARGEST_SETTING, "noise_var")
             return
         pairs = bool(self.noise_var) and all(len(each) == 2 for each in self.noise_var)
         rules.require("noise_var", pairs, "must be a number or a list of [variance, weight]")
-        small = all(max(each) <= LARGEST for each in self.noise_var)
-        rules.require("noise_var", small, f"must have variances of at most {LARGEST}")
+        small = all(max(each) <= LARGEST_SETTING for each in self.noise_var)
+        rules.require("noise_var", small, f"must have variances of at most {LARGEST_SETTING:g}")
         positive = all(min(each) > 0 for each in self.noise_var)
         rules.require("noise_var", positive, "must have variances and weights above 0")
         total = sum(weight for _, weight in self.noise_var)

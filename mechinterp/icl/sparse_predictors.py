@@ -6,7 +6,6 @@ the smallest excess risk.
 """
 
 import torch
-from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -96,6 +95,8 @@ def descend(
 ) -> Float[Tensor, "step batch d_y"]:
     """Predictions <u_t, query> of gradient descent from zero, each response on its own features.
 
+    With more features than pairs u_t is a combination of the pairs' features, and its coefficients descend instead.
+
     Args:
         eta: Step size; None: 1/lambda_max of each prompt's (1/L) features^T features.
     Raises:
@@ -107,18 +108,23 @@ def descend(
         raise ValueError(f"eta must be > 0, got {eta}.")
     length = features.shape[1]
     columns = features.permute(0, 3, 1, 2)  # [batch, d_y, context, feature]
-    gram = columns.mT @ columns / length
-    moment = einsum(columns, y, "batch d_y context feature, batch context d_y -> batch d_y feature")
-    moment = moment / length
+    at, responses = query.mT, y.mT
+    if features.shape[2] <= length:
+        gram = columns.mT @ columns / length
+        moment = (responses[..., None, :] @ columns)[..., 0, :] / length
+    else:
+        # u = columns^T c: (1/L) columns columns^T has the same largest eigenvalue.
+        gram, moment = columns @ columns.mT / length, responses / length
+        at = (columns @ at[..., None])[..., 0]
     if eta is None:
         rate = 1 / torch.linalg.eigvalsh(gram)[..., -1:]
     else:
         rate = torch.full_like(moment[..., :1], eta)
     u = torch.zeros_like(moment)
-    predictions = [einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y")]
+    predictions = [(u * at).sum(-1)]
     for _ in range(steps):
         u = u - rate * ((gram @ u[..., None])[..., 0] - moment)
-        predictions.append(einsum(u, query, "batch d_y feature, batch feature d_y -> batch d_y"))
+        predictions.append((u * at).sum(-1))
     return torch.stack(predictions)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
@@ -44,31 +44,29 @@ class Memory:
     """Penalty on each coordinate of the keys; "mesa" only."""
 
     def read(
-        self, q: Float[Tensor, "batch row head d_head"], n_written: Int[Tensor, " row"]
+        self, q: Float[Tensor, "batch row head d_head"], n_written: range
     ) -> Float[Tensor, "batch row head d_value"]:
         """Outputs z of scaled queries, each of which reads the state after this number of tokens.
 
         Example:
             >>> k = torch.tensor([[1.0], [2.0]])[None, :, None]
             >>> memory = Memory("gated", k, k, torch.full((1, 2, 1), 0.5), None, None)
-            >>> memory.read(k, torch.tensor([1, 2])).flatten()
+            >>> memory.read(k, range(1, 3)).flatten()
             tensor([1., 9.])
         """
         left = self._left(n_written)
-        asked = torch.einsum("brhd,bkhd->bhrk", self._asked(q, left), self.k)
-        return torch.einsum("bhrk,bhkv->brhv", left * asked, self._written)
+        asked = self._asked(q, left).transpose(1, 2) @ self._keys.mT
+        return ((left * asked) @ self._written).transpose(1, 2)
 
     def pattern(
-        self, q: Float[Tensor, "batch row head d_head"], n_written: Int[Tensor, " row"]
+        self, q: Float[Tensor, "batch row head d_head"], n_written: range
     ) -> Float[Tensor, "batch head row key"]:
         """Attention pattern A with z = A v: the outputs for values that are 1 at one token and 0 at all others."""
         one_hot = torch.eye(self.k.shape[1], dtype=q.dtype, device=q.device)
         values = one_hot[None, :, None].expand(len(self.k), -1, self.k.shape[2], -1)
         return replace(self, v=values).read(q, n_written).transpose(1, 2)
 
-    def states(
-        self, n_written: Int[Tensor, " row"]
-    ) -> Float[Tensor, "batch row head d_head d_value"]:
+    def states(self, n_written: range) -> Float[Tensor, "batch row head d_head d_value"]:
         """States after these numbers of tokens, from zero states."""
         left = self._left(n_written)
         states = torch.einsum("bhrk,bkhd,bhkv->brhdv", left, self.k, self._written)
@@ -79,8 +77,7 @@ class Memory:
         identity = torch.eye(self.k.shape[-1], dtype=self.k.dtype, device=self.k.device)
         kept = self.k.new_ones(()) if self.gate is None else self.gate[..., None, None]
         if self.rule == "mesa":
-            every = torch.arange(self.k.shape[1] + 1, device=self.k.device)
-            gram = self._gram(self._left(every))
+            gram = self._gram(self._left(range(self.k.shape[1] + 1)))
             return kept * torch.linalg.solve(gram[:, 1:], gram[:, :-1])
         if self.rule == "gated":
             return (kept * identity).expand(*self.k.shape, -1)
@@ -112,10 +109,14 @@ class Memory:
         beta = self.beta.transpose(1, 2)[..., None]
         if self.rule == "mesa":
             return beta * v
-        k = self.k.transpose(1, 2)
-        seen = (beta * self._kept * (k @ k.mT)).tril(-1)
-        one = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-        return torch.linalg.solve_triangular(one + seen, beta * v, upper=False, unitriangular=True)
+        k = self._keys
+        # Only the part below the diagonal is read, and the diagonal counts as 1.
+        seen = beta * self._kept * (k @ k.mT)
+        return torch.linalg.solve_triangular(seen, beta * v, upper=False, unitriangular=True)
+
+    @cached_property
+    def _keys(self) -> Float[Tensor, "batch head key d_head"]:
+        return self.k.transpose(1, 2)
 
     @cached_property
     def _kept(self) -> Float[Tensor, "one_or_batch head after key"]:
@@ -129,9 +130,10 @@ class Memory:
         later = torch.ones(n_keys, n_keys, dtype=torch.bool, device=between.device).triu(1)
         return between.masked_fill(later, -torch.inf).exp()
 
-    def _left(self, n_written: Int[Tensor, " row"]) -> Float[Tensor, "one_or_batch head row key"]:
+    def _left(self, n_written: range) -> Float[Tensor, "one_or_batch head row key"]:
         """D of the last written token, for each row; zeros where none is written."""
-        return pad(self._kept, (0, 0, 1, 0))[:, :, n_written]
+        rows = slice(n_written.start, n_written.stop, n_written.step)
+        return pad(self._kept, (0, 0, 1, 0))[:, :, rows]
 
 
 def gates_of(
@@ -166,13 +168,11 @@ def memory_of(
     return Memory(rule, k, v, gate, beta, ridge)
 
 
-def written_before(
-    n_pos: int, model: ModelConfig, *, device: torch.device | None = None
-) -> Int[Tensor, " pos"]:
-    """Number of tokens in the state that each position reads: those before it, plus itself with attend_to_self.
+def written_before(n_pos: int, model: ModelConfig) -> range:
+    """Numbers of tokens in the states that the positions read: those before it, plus itself with attend_to_self.
 
     Example:
         >>> written_before(3, ModelConfig(score="delta"))
-        tensor([0, 1, 2])
+        range(0, 3)
     """
-    return torch.arange(n_pos, device=device) + int(model.attend_to_self)
+    return range(int(model.attend_to_self), n_pos + int(model.attend_to_self))

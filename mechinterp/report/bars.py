@@ -18,7 +18,7 @@ from mechinterp.progress import Item, show_progress
 from mechinterp.training.run import Progress
 
 OnLog = Callable[[Progress], None]
-"""Function that is told the progress of a training."""
+"""Callback with the progress of a training."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """First look at a model: losses by hand, how settings are known, and analyses that run or refuse as it says."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from mechinterp import TaskConfig, check, hook_module, load, sample_prompts
+from mechinterp.analysis.check import OF_STREAM
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from tests.checkpoints.strange_modules import Grouped, Heads, Stack, random
+from tests.checkpoints.test_module_weights import Own, one_length, with_circuits
 from tests.conftest import CHECKPOINTS, Run
 from tests.test_doors import as_for_users
 
@@ -127,6 +130,72 @@ def test_what_is_no_model_is_refused():
         check(TASK)
 
 
+def test_analyses_that_lack_the_same_share_a_line_and_no_class_of_ours_is_named():
+    class Outside(nn.Module):
+        """The sum with the stream stands outside of the layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.inp, self.attn = nn.Linear(4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.out = nn.Linear(8, 1)
+
+        def forward(self, x):
+            h = self.inp(x)
+            return self.out(h + self.attn(h, h, h)[0])
+
+    found = check(random(Outside()), task=TASK, n_prompts=32)
+    frame = found.to_frame().set_index("analysis")
+    assert frame["lacks"][list(OF_STREAM)].nunique() == 1
+    text = " ".join(str(found).split())
+    assert text.count(frame["lacks"]["probe"]) == 1
+    assert ", ".join(OF_STREAM) in text
+    for kind in ("grouped", "heads"):
+        every = str(check(hooked(kind), n_prompts=32))
+        assert not re.search(r"ModuleHooks|HookedPredictor|_[A-Z]\w+", every)
+
+
+def test_settings_that_predictions_leave_open_come_first(tmp_path: Path):
+    """A module of one length: 1/L is a fixed number there. A file is proven by predictions of one length as well."""
+    module = one_length(with_circuits(Own(4), [1.0], [0.8]))
+    found = check(module, task=TASK, n_prompts=32)
+    assert found.settings["how"][0] == "open"
+    assert "linear/L" in found.settings["value"][0]
+    assert "Open: " in str(found)
+    assert statuses(found)["weights by name"] == "proven"
+
+
+def test_a_module_whose_weights_are_not_proven_names_the_number_of_readings():
+    found = check(random(Own(4, bent=True)), task=TASK, n_prompts=32)
+    assert "weights by name" not in statuses(found)
+    lacks = found.to_frame().set_index("analysis")["lacks"]["circuits"]
+    assert re.search(r"\d+ readings tried, at most \d+", lacks)
+
+
+def test_a_recurrence_needs_its_number_of_heads_and_its_read_out_is_no_output_of_heads():
+    class Recurrence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = (nn.Linear(4, 4, bias=False) for _ in "qkvo")
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = parts
+            self.out = nn.Linear(4, 1)
+
+        def forward(self, x):
+            q, k, v = self.q_proj(x), self.k_proj(x) / 4, self.v_proj(x)
+            state, rows = x.new_zeros(len(x), 4, 4), []
+            for t in range(x.shape[1]):
+                error = v[:, t] - (state @ k[:, t, :, None])[..., 0]
+                state = state + error[..., None] * k[:, t, None]
+                rows.append((state @ q[:, t, :, None])[..., 0])
+            return self.out(self.o_proj(torch.stack(rows, 1)))
+
+    module = random(Recurrence())
+    with as_for_users(), pytest.raises(ValueError, match=r"heads must be given: .*o_proj.*heads="):
+        check(module, task=TASK)
+    found = check(hook_module(module, task=TASK, heads=1), n_prompts=32)
+    assert "1 layer of 1 head" in found.model
+    assert "o_proj" in " ".join(found.settings["value"])
+
+
 MINE = """
 import torch
 from torch import nn
@@ -143,7 +212,27 @@ model = build()
 
 def seven():
     return 7
+
+
+def crashes():
+    raise KeyError("no config")
+
+
+def needs(size):
+    return build()
+
+
+def without_heads():
+    return nn.Linear(4, 1)
 """
+
+
+REFUSED = {
+    "crashes": ("mine_to_check:crashes", "KeyError", "no config"),
+    "needs": ("mine_to_check:needs", "without arguments", "size"),
+    "without_heads": ("mine_to_check:without_heads", "outputs", "compare_learners"),
+}
+"""Names in the file, and words of their refusals."""
 
 
 def test_the_command_checks_modules_of_the_folder_and_files(
@@ -164,6 +253,9 @@ def test_the_command_checks_modules_of_the_folder_and_files(
     run("check", "mine_to_check:seven").assert_refused(
         "mine_to_check:seven", "torch.nn.Module", "int"
     )
+    for name, words in REFUSED.items():
+        run("check", f"mine_to_check:{name}", *stated).assert_refused(*words)
+    run("check", "os:path").assert_refused("os:path", "got a module")
     run("check", "mine_to_check:none").assert_refused("mine_to_check", "'none'")
     run("check", "nothing.pt").assert_refused("nothing.pt", "does not exist")
     one = json.loads(run("check", SHIPPED, "--n-prompts", 32, "--json").done().out)

@@ -247,7 +247,7 @@ def test_it_is_asked_and_kept_as_a_run_of_files(tmp_path: Path):
 
 @pytest.mark.exhaustive
 def test_the_documented_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = (ROOT / "docs" / "how" / "module.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how" / "monitor.md").read_text(encoding="utf-8")
     parts = re.findall(r"```python\n(.*?)```", text, re.S)
     (example,) = (part for part in parts if "Monitor(" in part)
     monkeypatch.chdir(tmp_path)

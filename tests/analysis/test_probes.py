@@ -197,6 +197,14 @@ def test_the_input_is_as_good_as_raw_x(few):
     assert len(found.plot().data) == 3
 
 
+def test_descent_in_chunks_is_descent(few, monkeypatch):
+    whole = p_probe(random_model(), few, steps=5)
+    monkeypatch.setattr("mechinterp.memory.CHUNK_BYTES", 1)
+    parts = p_probe(random_model(), few, steps=5)
+    np.testing.assert_allclose(parts.risk, whole.risk, rtol=1e-9)
+    np.testing.assert_allclose(parts.risk_sem, whole.risk_sem, rtol=1e-9)
+
+
 def test_what_cannot_be_probed_is_refused(few):
     model = random_model(1)
     with refused("prompts", 10, 5, 6):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechinterp import classify
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -18,7 +19,7 @@ from mechinterp.models.hooked.runner import masked
 from mechinterp.models.run.evaluation import sample_prompts
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.train import train
-from tests.conftest import assert_same, refused
+from tests.conftest import CHECKPOINTS, assert_same, refused
 
 TASK = TaskConfig(d_x=3, context_length=8)
 ONE = ModelConfig(n_heads=1, score="gated_delta")
@@ -92,6 +93,41 @@ def test_circuits_have_the_gates_of_the_weights(models):
     assert {"gate", "beta"} <= set(frame)
     # Gates that differ from token to token are no number of the head.
     assert not {"gate", "beta"} & set(circuits(models["two"].weights).to_frame())
+
+
+SHIPPED = [
+    f"{preset}{drift}-s{seed}"
+    for preset in ("gla-h1", "gated-delta-h1", "mesa-h1")
+    for drift in ("", "-drift0.95")
+    for seed in range(3)
+]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_models_were_trained_to_an_end(name: str):
+    checkpoint = load(CHECKPOINTS / name)
+    loss = checkpoint.history.groupby("step").eval_loss.first()
+    steps = checkpoint.config.train.steps
+    assert checkpoint.step == steps == loss.index[-1]
+    assert loss.loc[steps // 2] == pytest.approx(loss.iloc[-1], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("gla-h1-s0", "forgetting_gd"),
+        ("gla-h1-drift0.95-s0", "forgetting_gd"),
+        ("gated-delta-h1-s0", "online_gd"),
+    ],
+)
+def test_shipped_models_are_the_learner_of_their_weights(name: str, label: str):
+    """The label, and its alpha: the gate of the weights to 1%."""
+    checkpoint = load(CHECKPOINTS / name)
+    found = classify(checkpoint)
+    assert found.label == label
+    alpha = found.algorithm.scalars(label)[1]
+    assert alpha == pytest.approx(circuits(checkpoint).gate.item(), rel=0.01)
 
 
 @pytest.mark.parametrize("rule", RECURRENT)

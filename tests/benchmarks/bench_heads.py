@@ -12,7 +12,7 @@ from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import one_layer
-from mechinterp.models.hooked.masks import Head, mask_heads
+from mechinterp.models.hooked.masks import Head, Values, mask_heads, swapped
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.hooks import CHUNK
 from mechinterp.models.run.predictor import predictor_of
@@ -20,13 +20,32 @@ from mechinterp.models.run.predictor import predictor_of
 N_PROMPTS, N_LAYERS, N_HEADS, TOLERANCE = 4096, 4, 8, 1e-5
 
 
-def by_hooks(model: ICLTransformer, prompts: Prompts, masks: list[list[Head]]) -> Tensor:
+def replacements(
+    model: ICLTransformer, pieces: list[Tensor], method: str
+) -> list[Values] | list[None]:
+    """z of masked heads in each piece of the prompts, by layer; None: zeros."""
+    if method == "zero":
+        return [None] * len(pieces)
+    caches = [model.run_with_cache(piece)[1] for piece in pieces]
+    every = [[cache["z", layer] for layer in range(N_LAYERS)] for cache in caches]
+    if method == "resample":
+        return [[swapped(z) for z in of_piece] for of_piece in every]
+    return [[torch.cat(z).mean(0) for z in zip(*every, strict=True)]] * len(pieces)
+
+
+def by_hooks(
+    model: ICLTransformer, prompts: Prompts, masks: list[list[Head]], method: str = "zero"
+) -> Tensor:
     pieces = [prompts[start : start + CHUNK].tokens for start in range(0, len(prompts), CHUNK)]
     with torch.no_grad():
-        outputs = [
-            torch.cat([model.run_with_hooks(p, fwd_hooks=mask_heads(heads))[:, -1] for p in pieces])
-            for heads in masks
-        ]
+        values = replacements(model, pieces, method)
+        outputs = []
+        for heads in masks:
+            hooks = [mask_heads(heads, values=each) for each in values]
+            runs = zip(pieces, hooks, strict=True)
+            outputs.append(
+                torch.cat([model.run_with_hooks(p, fwd_hooks=h)[:, -1] for p, h in runs])
+            )
     return torch.stack(outputs)
 
 
@@ -43,17 +62,26 @@ def deep_model(score: str) -> ICLTransformer:
     return model
 
 
-@pytest.mark.parametrize(("score", "kind"), [("linear/L", "linear"), ("softmax", "softmax")])
-def test_every_head_of_a_deep_model(versus, score: str, kind: str):
+@pytest.mark.parametrize(
+    ("score", "method", "what"),
+    [
+        ("linear/L", "zero", "of 8, linear scores"),
+        ("linear/L", "mean", "of 8 set to its mean, linear scores"),
+        ("linear/L", "resample", "of 8 resampled, linear scores"),
+        ("softmax", "zero", "of 8, softmax scores"),
+    ],
+)
+def test_every_head_of_a_deep_model(versus, score: str, method: str, what: str):
     model, task = deep_model(score), TaskConfig(d_x=16, context_length=32)
     prompts = draw_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
     part = prompts[: 2 * CHUNK]
-    assert_same(predictor_of(model).run(part, masks), by_hooks(model, part, masks))
+    ours = predictor_of(model).run(part, masks, method=method)
+    assert_same(ours, by_hooks(model, part, masks, method))
     versus(
-        f"every head of 4 layers of 8, {kind} scores, 4,096 prompts (plain: {len(part)})",
-        lambda: predictor_of(model).run(prompts, masks),
-        lambda: by_hooks(model, part, masks),
+        f"every head of 4 layers {what}, 4,096 prompts (plain: {len(part)})",
+        lambda: predictor_of(model).run(prompts, masks, method=method),
+        lambda: by_hooks(model, part, masks, method),
         work=N_PROMPTS / len(part),
         rounds=2,
     )

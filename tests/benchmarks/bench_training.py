@@ -116,6 +116,19 @@ def bare_products(loop: Callable[[], None], n_rows: int, width: int) -> Callable
     return multiply
 
 
+@pytest.mark.parametrize("name", ["gla-h1", "gated-delta-h1", "mesa-h1"])
+def test_step_of_a_recurrent_layer(versus, name: str):
+    config = override(preset(name), "train.n_eval_prompts=16")
+    run = DeepRun({"": config})
+
+    def ours() -> None:
+        for step in range(STEPS):
+            run.update(step)
+
+    text = f"{STEPS} steps of {name} (plain: token by token)"
+    versus(text, ours, plain.recurrent_training(config, STEPS))
+
+
 def draw() -> None:
     task = preset("softmax-h2").task
     for step in range(STEPS):

@@ -175,3 +175,60 @@ def gpt2_training(config: ExperimentConfig, steps: int) -> Callable[[], None]:
             adam.step()
 
     return loop
+
+
+class Recurrent(nn.Module):
+    """One head that writes pairs into a state token by token, as the naive forms of flash-linear-attention do, and is asked
+    at every x."""
+
+    def __init__(self, d_model: int, d_x: int, rule: str):
+        super().__init__()
+        self.rule, self.d_x = rule, d_x
+        self.q, self.k, self.v = (nn.Linear(d_model, d_model, bias=False) for _ in range(3))
+        self.o = nn.Linear(d_model, 1, bias=False)
+        self.gate, self.beta = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.tensor(0.0))
+        self.ridge = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        k, v = self.k(tokens), self.v(tokens)
+        q = self.q(torch.cat([tokens[..., : self.d_x], torch.zeros_like(tokens[..., :1])], -1))
+        gate, beta = torch.sigmoid(self.gate), torch.sigmoid(self.beta)
+        S = H = tokens.new_zeros(len(tokens), k.shape[-1], k.shape[-1])
+        states, moments = [], []
+        for t in range(tokens.shape[1]):
+            states.append(S)
+            moments.append(H)
+            key, value = k[:, t, :, None], v[:, t, None]
+            if self.rule == "gated":
+                S = gate * S + key * value
+            elif self.rule == "mesa":
+                H = gate * H + beta * key * key.mT
+                S = gate * S + beta * key * value
+            else:
+                S = gate * S
+                S = S + beta * key * (value - (S * key).sum(1, keepdim=True))
+        every = torch.stack(states, 1)
+        if self.rule == "mesa":
+            penalty = torch.diag(nn.functional.softplus(self.ridge))
+            q = torch.linalg.solve(torch.stack(moments, 1) + penalty, q)
+        return self.o((q[..., None] * every).sum(-2))
+
+
+def recurrent_training(config: ExperimentConfig, steps: int) -> Callable[[], None]:
+    """Steps of a recurrent layer on the loss at every position, with automatic differentiation."""
+    task, batch = config.task, config.train.batch_size
+    layer = Recurrent(task.d_x + 1, task.d_x, config.model.score)
+    adam = torch.optim.Adam(layer.parameters(), lr=config.train.learning_rate)
+
+    def loop() -> None:
+        for _ in range(steps):
+            x = torch.randn(batch, task.context_length + 1, task.d_x)
+            beta = torch.randn(batch, task.d_x, 1) / task.d_x**0.5
+            y = x @ beta + task.noise_var**0.5 * torch.randn(*x.shape[:2], 1)
+            loss = (layer(torch.cat([x, y], -1)) - y).square().mean()
+            adam.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+            adam.step()
+
+    return loop

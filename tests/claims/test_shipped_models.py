@@ -44,7 +44,9 @@ def test_every_shipped_model_is_one_of_a_sweep_with_its_config():
             assert from_dict(stored) == planned()[name], name
 
 
-@pytest.mark.parametrize("sweep", ["softmax", "activations", "covariance", "tasks", "sparse"])
+@pytest.mark.parametrize(
+    "sweep", ["softmax", "activations", "covariance", "tasks", "sparse", "recurrent"]
+)
 def test_every_model_of_a_sweep_is_shipped(sweep: str):
     assert set(load_sweep(SWEEPS / f"{sweep}.json")) <= set(FILES)
 

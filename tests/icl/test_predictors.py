@@ -203,6 +203,29 @@ def test_descent_step_by_step_as_it_is_written(sparse: Prompts):
                 u = u + 0.9 * X.T @ (y - X @ u) / len(y)
 
 
+@pytest.mark.parametrize("eta", [None, 0.3])
+@pytest.mark.parametrize("n_pairs", [3, 9])
+def test_descent_on_more_features_than_pairs_is_descent(n_pairs: int, eta: float | None):
+    """u_{t+1} = u_t - eta ((1/L) phi^T phi u_t - (1/L) phi^T y), one step at a time for each response."""
+    generator = torch.Generator().manual_seed(0)
+    phi, y, query = (
+        torch.randn(4, *size, generator=generator, dtype=torch.float64)
+        for size in ((n_pairs, 6, 2), (n_pairs, 2), (6, 2))
+    )
+    found = descend(phi, y, query, steps=5, eta=eta)
+    for prompt in range(4):
+        for n in range(2):
+            own, responses = phi[prompt, :, :, n], y[prompt, :, n]
+            gram = own.mT @ own / n_pairs
+            rate = 1 / torch.linalg.eigvalsh(gram).max() if eta is None else eta
+            u = torch.zeros(6, dtype=torch.float64)
+            for step in range(6):
+                torch.testing.assert_close(
+                    found[step, prompt, n], u @ query[prompt, :, n], rtol=1e-10, atol=1e-12
+                )
+                u = u - rate * (gram @ u - own.mT @ responses / n_pairs)
+
+
 def test_own_step_sizes_are_the_inverse_of_the_largest_curvature(sparse: Prompts):
     own = gradient_descent(sparse, steps=5)
     for prompt in range(3):

@@ -75,9 +75,9 @@ def states_one_by_one(rule: str, drawn: dict[str, Tensor]) -> list[Tensor]:
 def test_states_and_outputs_are_those_of_the_recurrence(rule: str):
     drawn = draws()
     own, expected = memory(rule, drawn), torch.stack(states_one_by_one(rule, drawn), 1)
-    every = torch.arange(LENGTH + 1)
+    every = range(LENGTH + 1)
     torch.testing.assert_close(own.states(every), expected, rtol=1e-10, atol=1e-10)
-    before = torch.arange(LENGTH)
+    before = range(LENGTH)
     z = torch.einsum("brhd,brhdv->brhv", drawn["q"], expected[:, :-1])
     torch.testing.assert_close(own.read(drawn["q"], before), z, rtol=1e-10, atol=1e-10)
     averaged = torch.einsum("bhrk,bkhv->brhv", own.pattern(drawn["q"], before), drawn["v"])
@@ -91,7 +91,7 @@ def test_a_change_of_a_state_passes_on_by_the_steps(rule: str):
     drawn = draws()
     own, states = memory(rule, drawn), states_one_by_one(rule, drawn)
     zero = memory(rule, drawn | {"v": torch.zeros_like(drawn["v"])})
-    assert not zero.states(torch.arange(LENGTH + 1)).any()
+    assert not zero.states(range(LENGTH + 1)).any()
     steps = own.steps()
     for t in range(LENGTH):
         alone = drawn | {"v": drawn["v"].clone()}
@@ -106,7 +106,7 @@ def test_the_gated_delta_rule_is_that_of_transformers():
     drawn = draws()
     given = (*(drawn[n] for n in "qkv"), drawn["gate"].log(), drawn["beta"])
     own = memory("gated_delta", drawn)
-    z = own.read(drawn["q"] / WIDTH**0.5, torch.arange(1, LENGTH + 1))
+    z = own.read(drawn["q"] / WIDTH**0.5, range(1, LENGTH + 1))
     for theirs in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
         # They compute in float32.
         torch.testing.assert_close(z, theirs(*given)[0].double(), rtol=1e-6, atol=1e-6)
@@ -141,7 +141,7 @@ def test_outputs_are_those_of_flash_linear_attention(rule: str):
     else:
         form = naive("mesa_net").naive_mesa_net_exact
         theirs = form(q, k, v, gate.log(), drawn["ridge"], beta)[0]
-    z = memory(rule, drawn).read(q, torch.arange(1, LENGTH + 1))
+    z = memory(rule, drawn).read(q, range(1, LENGTH + 1))
     # They compute in float32.
     torch.testing.assert_close(z, theirs.double(), rtol=1e-6, atol=2e-6)
 
@@ -149,7 +149,7 @@ def test_outputs_are_those_of_flash_linear_attention(rule: str):
 def test_a_gate_of_zero_forgets_everything():
     drawn = draws()
     drawn["gate"][:, 5] = 0
-    states = memory("gated", drawn).states(torch.arange(LENGTH + 1))
+    states = memory("gated", drawn).states(range(LENGTH + 1))
     written = drawn["k"][:, 5, :, :, None] * drawn["v"][:, 5, :, None, :]
     torch.testing.assert_close(states[:, 6], written)
 

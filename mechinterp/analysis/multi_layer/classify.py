@@ -210,7 +210,8 @@ def layered_classification(
         >>> from pathlib import Path
         >>> from torch import nn
         >>> from mechinterp.checkpoints.foreign.options import Hints
-        >>> from mechinterp.checkpoints.foreign.read import Stored, read_foreign
+        >>> from mechinterp.checkpoints.foreign.read import read_foreign
+        >>> from mechinterp.checkpoints.foreign.settings import Stored
         >>> tensors = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
         >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)
@@ -225,7 +226,7 @@ def layered_classification(
     weights = predictor.weights
     factor, factor_sem = best_factor(prediction, prompts.y_query_clean)
     algorithm = None
-    if predictor.n_layers > 1:
+    if predictor.n_layers > 1 or (weights is not None and weights.model.recurrent):
         algorithm = name_algorithm(predictor, task=task, n_prompts=n_prompts, seed=seed)
     return LayeredClassification(
         label="undetermined" if algorithm is None else algorithm.label,

@@ -37,9 +37,9 @@ from mechinterp.analysis.multi_layer.naming_scores import (
     ROUNDING,
     TIMES,
     USELESS,
+    FitScores,
     Identity,
     Predict,
-    Scores,
     Setting,
     Subject,
     Trial,
@@ -93,7 +93,7 @@ TRIMS = (0.0, 0.05, 0.2)
 """Fractions of the prompts, those with the largest x, that the response leaves out in turn until enough are effective."""
 OWN = 0
 """Column of the last prediction at the model's own length."""
-LEFT_OUT = (
+WITHOUT_LAW = (
     "Left out, as the law of the prompts is not known: twice the length, a wide spread of x, other noise, and identities other "
     "than the order of pairs; task= (--task) states the law."
 )
@@ -212,12 +212,12 @@ class Measured:
     relative_risk: float
     """Excess risk of the model over that of predicting 0."""
     scale: Scale
-    last: Scores
+    last: FitScores
     """Scores on the last prediction: algorithms, then scaled read-outs; empty if the model does not do its task."""
     tests: Mapping[str, Identity] = field(default_factory=dict)
     own_tests: Mapping[str, Mapping[str, Identity]] = field(default_factory=dict)
     """Identities of near algorithms that break some, by label."""
-    path: Scores | None = None
+    path: FitScores | None = None
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
     is_function: bool = False
@@ -234,8 +234,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """A label, and what keeps each algorithm from being it."""
+class Named:
+    """A label, with the reason against each algorithm."""
 
     label: str
     function: str
@@ -243,17 +243,17 @@ class Decision:
     mechanism: str
     """Algorithm of the layers."""
     why_not: Mapping[str, WhyNot | None]
-    """By label; None for the label itself."""
+    """Reason against each algorithm, by label; None for the label itself."""
 
 
 def decide(
     measured: Measured, limits: Limits, counts: Float[np.ndarray, " prompt"] | None = None
-) -> Decision:
+) -> Named:
     """The label that the numbers earn, with each scored prompt taken `counts` times."""
     if not measured.useful:
         scale = measured.scale
         label = UNDETERMINED if scale.helps or scale.two_values else UNSTRUCTURED
-        return Decision(label, UNDETERMINED, UNDETERMINED, {})
+        return Named(label, UNDETERMINED, UNDETERMINED, {})
     last = _judged(measured, limits, counts, by_layer=False)
     path = _judged(measured, limits, counts, by_layer=True)
     function, mechanism = _only(last), _only(path)
@@ -263,7 +263,7 @@ def decide(
     for name in (name for name, reason in why_not.items() if reason is None and name != label):
         no_path = WhyNot("no path", measured.path_how)
         why_not[name] = WhyNot("no steps") if name in pathless else no_path
-    return Decision(label, function, mechanism, why_not)
+    return Named(label, function, mechanism, why_not)
 
 
 def _only(judged: Mapping[str, WhyNot | None]) -> str:
@@ -318,7 +318,7 @@ def _broken(
     return worst if worst.rule else None
 
 
-def _factor(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
+def _factor(m: int, scores: FitScores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
     """A scaled read-out that explains part of the rest: the model is the algorithm times another number than 1."""
     name = scaled_name(scores.learners[m])
     if name not in scores.names:
@@ -343,7 +343,7 @@ def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | Non
 
 
 def _elsewhere(
-    m: int, scores: Scores, r2: np.ndarray, measured: Measured, limits: Limits
+    m: int, scores: FitScores, r2: np.ndarray, measured: Measured, limits: Limits
 ) -> WhyNot | None:
     """The setting in which an algorithm along the pairs explains least, if that is too little: any of a function, other
     drift of a model."""
@@ -358,7 +358,7 @@ def _elsewhere(
     return WhyNot("elsewhere", scores.columns[where], float(r2[m, where]), limit)
 
 
-def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
+def _rival(m: int, scores: FitScores, r2: np.ndarray, limits: Limits) -> WhyNot | None:
     """The best of the learners that explain more than row m in some column, and less in none.
 
     Other settings count if the better one is near there. Scaled read-outs with more scalars do not count there: a factor
@@ -385,7 +385,7 @@ def _rival(m: int, scores: Scores, r2: np.ndarray, limits: Limits) -> WhyNot | N
 
 def _left(
     learner: Algorithm,
-    scores: Scores,
+    scores: FitScores,
     measured: Measured,
     limits: Limits,
     counts: np.ndarray | None,
@@ -427,7 +427,7 @@ def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyN
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Naming(Decision, Result):
+class Naming(Named, Result):
     """Name of a model's algorithm, with a row for each learner.
 
     `label` is the mechanism, else the function if it is a learner without steps; a label of `icl.algorithms`,
@@ -481,7 +481,7 @@ class Naming(Decision, Result):
         """Labels of the algorithms that were fitted; none for a model that does not do its task."""
         return [each.label for each in self.measured.last.learners if each.label]
 
-    def _row(self, learner: str) -> tuple[Scores, int]:
+    def _row(self, learner: str) -> tuple[FitScores, int]:
         """Scores of a learner and its row there: for all layers if the prediction after each is known."""
         path = self.measured.path
         scores = path if path is not None and learner in path.names else self.measured.last
@@ -787,11 +787,11 @@ def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
         followed=followed,
         steps=steps,
         scalar_sems=measured.sems.get(decision.label, np.zeros(0)),
-        left_out=LEFT_OUT if no_law(subject.task) else "",
+        left_out=WITHOUT_LAW if no_law(subject.task) else "",
     )
 
 
-def labelled(measured: Measured, limits: Limits) -> tuple[Decision, dict[str, float]]:
+def labelled(measured: Measured, limits: Limits) -> tuple[Named, dict[str, float]]:
     """The label, which enough resamples of the scored prompts must have, and the fraction of resamples of each label."""
     decision, n = decide(measured, limits), measured.last.size.shape[1]
     if not measured.useful:
@@ -803,7 +803,7 @@ def labelled(measured: Measured, limits: Limits) -> tuple[Decision, dict[str, fl
     if decision.label != UNDETERMINED and share < limits.frequency:
         unsure = WhyNot("frequency", value=share, limit=limits.frequency)
         why_not = {**decision.why_not, decision.label: unsure}
-        decision = Decision(UNDETERMINED, decision.function, UNDETERMINED, why_not)
+        decision = Named(UNDETERMINED, decision.function, UNDETERMINED, why_not)
     return decision, frequency
 
 
@@ -891,8 +891,8 @@ def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate
 
 
 def _with_progress(
-    scores: Scores, subject: Subject, own: Setting, read: Predict, limits: Limits, seed: int
-) -> Scores:
+    scores: FitScores, subject: Subject, own: Setting, read: Predict, limits: Limits, seed: int
+) -> FitScores:
     """Scores with the model's progress relative to each algorithm that explains enough to give the label."""
     r2, found = scores.r2()[:, : scores.n_own].min(1), {}
     rows = [m for m, each in enumerate(scores.learners) if each.label and r2[m] >= limits.explained]

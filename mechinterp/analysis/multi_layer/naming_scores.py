@@ -395,7 +395,7 @@ def _fitted(
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class FitScores:
     """Squared errors of learners on the prompts of the scores, [row, column, prompt].
 
     Columns at the model's own length come first: the last prediction, or the prediction after each layer. Further
@@ -431,7 +431,7 @@ class Scores:
         columns = zip(self.error.swapaxes(0, 1), self.size, strict=True)
         return np.stack([ratio_and_sem(each.T, size)[1] for each, size in columns], 1)
 
-    def joined(self, other: "Scores") -> "Scores":
+    def joined(self, other: "FitScores") -> "FitScores":
         """Rows of both."""
         rows = {n: getattr(self, n) + getattr(other, n) for n in ("learners", "scalars")}
         return replace(self, **rows, error=np.concatenate([self.error, other.error]))
@@ -490,7 +490,7 @@ class Trial:
         *,
         n_starts: int = 1,
         tolerance: float = COARSE,
-    ) -> Scores:
+    ) -> FitScores:
         """Scores of learners fitted here; in other settings of those that are near.
 
         Args:
@@ -511,7 +511,9 @@ class Trial:
                 error[row, self.n_own :] = self._elsewhere(learner, values, others)
             scalars.append(values)
         columns = (*layers, *others)
-        return Scores(tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes))
+        return FitScores(
+            tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes)
+        )
 
     def _fitted(
         self, learner: Algorithm, start: np.ndarray | None, n_starts: int, tolerance: float
@@ -697,8 +699,8 @@ def places_of(trial: Trial, read: Predict, columns: Sequence[str], seed: int) ->
 
 
 def with_scaled(
-    scores: Scores, trial: Trial, read: Predict, near: float, seed: int, *, rests: bool
-) -> Scores:
+    scores: FitScores, trial: Trial, read: Predict, near: float, seed: int, *, rests: bool
+) -> FitScores:
     """Scores with scaled read-outs of the algorithms that are near, and with the rest that each of these leaves.
 
     Args:

@@ -24,7 +24,13 @@ from mechinterp.analysis.classified import (
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
-from mechinterp.analysis.one_layer.label_rules import Check, Evidence, Form, Scales, require_text
+from mechinterp.analysis.one_layer.label_rules import (
+    Criterion,
+    Evidence,
+    Form,
+    Scales,
+    require_text,
+)
 from mechinterp.analysis.result import HEADS, Band, Card, Table, known
 from mechinterp.display import counted
 
@@ -48,7 +54,7 @@ class Number:
     value: float
     sem: float
     """Standard error over prompts; NaN if there is none."""
-    check: Check | None
+    check: Criterion | None
     """Limit of the number for the label, with its direction; None if the label has none."""
     band: Band | None
     """Range of the number over models with random initial weights; None if there is none."""
@@ -98,7 +104,7 @@ class Classification(Evidence, Classified):
         "how": "How the number is computed.",
     }
     """Meanings of the columns that are no field."""
-    checks: tuple[Check, ...]
+    checks: tuple[Criterion, ...]
     """Numbers that decided the label, with their limits; the first broken limit makes a model `undetermined`."""
     labels: tuple[str, ...]
     """Per head: "positive", "negative", "mismatched", "mixed", "unstructured" or "dummy"."""

@@ -6,7 +6,7 @@ QK circuits have an idealised form (`Form`): multiples of I, or of one matrix th
 
 Reading order: `Thresholds` has the limits. `read_heads`, `form_of` and `scales_of` compute the numbers. `head_decisions`
 labels the heads, and `model_decision` the model: it picks the pattern that the signs of the heads suggest, and lists the
-numbers that this pattern needs, each with its limit (`Check`). `named` gives the pattern if all limits hold. `Decision`
+numbers that this pattern needs, each with its limit (`Criterion`). `named` gives the pattern if all limits hold. `Decision`
 writes the sentence.
 """
 
@@ -485,7 +485,7 @@ def require_text(number: str) -> None:
 
 
 @dataclass(frozen=True)
-class Check:
+class Criterion:
     """A number that a label needs, with its limit."""
 
     name: str
@@ -527,11 +527,11 @@ class Decision:
     label: str
     text: str = ""
     """Description of the heads; or the part that is missing, if no number decided."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[Criterion, ...] = ()
     """Numbers that the label needs, in the order of the rules."""
 
     @property
-    def failed(self) -> Check | None:
+    def failed(self) -> Criterion | None:
         """The first number that breaks its limit."""
         return next((each for each in self.checks if not each.holds), None)
 
@@ -543,7 +543,7 @@ class Decision:
         return "; ".join(filter(None, (self.text, numbers)))
 
 
-def named(pattern: str, text: str, *checks: Check) -> Decision:
+def named(pattern: str, text: str, *checks: Criterion) -> Decision:
     """The pattern if all its numbers keep their limits; otherwise "undetermined"."""
     holds = all(each.holds for each in checks)
     if not holds:
@@ -564,13 +564,13 @@ def _head_decision(heads: Heads, form: Form, head: int, limits: Thresholds) -> D
     if form.kind == "common":
         name, aligned = "alignment", form.alignment(block)[0]
     circuits = (
-        Check(name, aligned, limits.qk_diagonal, least=True),
-        Check("ov_last_entry", heads.ov_last_entry[head], limits.ov_last_entry, least=True),
+        Criterion(name, aligned, limits.qk_diagonal, least=True),
+        Criterion("ov_last_entry", heads.ov_last_entry[head], limits.ov_last_entry, least=True),
     )
     omega, mu = form.omega(block)[0].numpy(), heads.mu[head]
     signs = (
-        Check("omega_of_other_sign", _of_other_sign(omega), limits.leak),
-        Check("mu_of_other_sign", _of_other_sign(mu), limits.leak),
+        Criterion("omega_of_other_sign", _of_other_sign(omega), limits.leak),
+        Criterion("mu_of_other_sign", _of_other_sign(mu), limits.leak),
     )
     for label, checks in (("unstructured", circuits), ("mixed", signs)):
         if not all(each.holds for each in checks):
@@ -617,7 +617,7 @@ def model_decision(
     if np.isnan(evidence.substitution.r2):
         return Decision("undetermined", "the predictions are all 0, or not finite")
     least_p = np.nanmin([evidence.p_values[name] for name in STRUCTURE])
-    structure = Check("least_p", float(least_p), limits.p_value)
+    structure = Criterion("least_p", float(least_p), limits.p_value)
     # Bare heads are a step whatever their weights; whether the step solves the task is decided
     # below.
     if not evidence.bare and not structure.holds:
@@ -630,8 +630,8 @@ def model_decision(
         return _linear(evidence, explained, limits)
     if len(kinds) == 1 and kinds <= SIGNED:
         return named("kernel_regression", f"all active heads are {kinds.pop()}", *explained)
-    zero_sum = Check("zero_sum", scales.zero_sum, limits.zero_sum)
-    omega_spread = Check("omega_spread", scales.omega_spread, limits.omega_spread)
+    zero_sum = Criterion("zero_sum", scales.zero_sum, limits.zero_sum)
+    omega_spread = Criterion("omega_spread", scales.omega_spread, limits.omega_spread)
     if heads.mu.shape[1] > 1:
         return _several_tasks(heads, labelled, evidence, (zero_sum, omega_spread), limits)
     for name, each in zip(heads.names, labelled, strict=True):
@@ -645,34 +645,34 @@ def model_decision(
     return named(pattern, text, omega_spread, zero_sum, *descends, *explained, does_it)
 
 
-def _explained(evidence: Evidence, limits: Thresholds) -> list[Check]:
+def _explained(evidence: Evidence, limits: Thresholds) -> list[Criterion]:
     """Idealised heads and the closed form must explain the prediction. QK x blocks must have their form, unless the
     idealised heads explain nearly all of it."""
     r2 = [
-        Check(f"{name}_r2", getattr(evidence, name).r2, limits.substitution_r2, least=True)
+        Criterion(f"{name}_r2", getattr(evidence, name).r2, limits.substitution_r2, least=True)
         for name in ("substitution", "learner")
     ]
     if evidence.substitution.r2 >= 1 - limits.equal:
         return r2
-    return [*r2, Check("alignment", evidence.alignment, limits.ov_last_entry, least=True)]
+    return [*r2, Criterion("alignment", evidence.alignment, limits.ov_last_entry, least=True)]
 
 
-def _descends(evidence: Evidence, limit: float) -> Check:
+def _descends(evidence: Evidence, limit: float) -> Criterion:
     """The step must not ascend: `DESCENDS` in every direction, or in no direction below -`DESCENDS`."""
-    return Check("descent", evidence.scales.descent, limit, least=True)
+    return Criterion("descent", evidence.scales.descent, limit, least=True)
 
 
-def _does_the_task(evidence: Evidence, limits: Thresholds) -> Check:
+def _does_the_task(evidence: Evidence, limits: Thresholds) -> Criterion:
     """Few models with random weights may have as small a loss: a step that is too long does not descend."""
-    return Check("task_r2_p", evidence.p_values["task_r2"], limits.p_value)
+    return Criterion("task_r2_p", evidence.p_values["task_r2"], limits.p_value)
 
 
-def _linear(evidence: Evidence, explained: list[Check], limits: Thresholds) -> Decision:
+def _linear(evidence: Evidence, explained: list[Criterion], limits: Thresholds) -> Decision:
     """Label of linear heads: a step by some matrix, named only if the step has learned the task."""
     used, learned = evidence.components, []
     text = "linear attention; one preconditioned step"
     if used is not None:
-        learned = [Check("learned", float(used.learned.max()), LEARNED, least=True)]
+        learned = [Criterion("learned", float(used.learned.max()), LEARNED, least=True)]
         if used.n_components is None:
             text += (
                 f"; entries of its matrix between two principal directions of x predict {used.off_diagonal:.2g} of E y², "
@@ -714,7 +714,7 @@ def _several_tasks(
     heads: Heads,
     labelled: list[Decision],
     evidence: Evidence,
-    even: tuple[Check, Check],
+    even: tuple[Criterion, Criterion],
     limits: Thresholds,
 ) -> Decision:
     """Label for several responses and heads of both signs or of mixed sign.
@@ -727,7 +727,7 @@ def _several_tasks(
     does_it = _does_the_task(evidence, limits)
     active = heads.where(np.array([each.label != "dummy" for each in labelled]))
     sizes = np.abs(active.mu)
-    task_leak = Check("task_leak", float(active.task_leak.max()), limits.leak)
+    task_leak = Criterion("task_leak", float(active.task_leak.max()), limits.leak)
     smallest = (sizes.min(1) / sizes.max(1)).min()
     if {each.label for each in labelled} <= SIGNED | {"dummy"}:
         if task_leak.holds:
@@ -747,8 +747,8 @@ def _several_tasks(
         if each.label == "unstructured"
     ]
     steps = (
-        Check("support_leak", scales.support_leak, limits.leak),
-        Check("theta_spread", scales.theta_spread, limits.omega_spread),
+        Criterion("support_leak", scales.support_leak, limits.leak),
+        Criterion("theta_spread", scales.theta_spread, limits.omega_spread),
     )
     text = f"heads serve several responses{''.join(odd)}"
     return named("superposition", text, even[0], *steps, ascends_nowhere, *explained, does_it)

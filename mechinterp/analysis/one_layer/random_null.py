@@ -30,7 +30,7 @@ ROUNDING = 1e-6
 """A part of a circuit counts as absent if its norm is below this fraction of the circuit's
 (rounding of float32)."""
 N_PROMPTS, HEADS_AT_ONCE = 512, 128
-N_PAIRS = 2**18
+NULL_PAIRS = 2**18
 """Number of pairs in the prompts of random models: prompts of more than 512 pairs are fewer, at least 8."""
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
 
@@ -157,7 +157,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R^2 of the idealised models, R^2 on the task, and shares of the heads; a few models at a
     time, in float32."""
-    n_prompts = min(N_PROMPTS, max(LEAST, N_PAIRS // task.context_length))
+    n_prompts = min(N_PROMPTS, max(LEAST, NULL_PAIRS // task.context_length))
     prompts = evaluation(task, n_prompts, 0, weights.model.attend_to_self).prompts.to(torch.float32)
     weights, ideal = weights.to(torch.float32), ideal.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads

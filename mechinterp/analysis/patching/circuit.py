@@ -29,6 +29,7 @@ from mechinterp.analysis.stats import mean_and_sem, ratio_and_sem, resampled
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.runner import class_name
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.progress import progress
 
@@ -326,7 +327,7 @@ def _readers(pair: Pair) -> dict[str, list[int]]:
     for index, node in enumerate(pair.receivers):
         if node.own_input not in model.hook_dict:
             raise ValueError(
-                f"circuits of edges need a model with the hook {node.own_input}, got {type(model).__name__} without it."
+                f"circuits of edges need a model with the hook {node.own_input}, got {class_name(model)} without it."
             )
         readers[node.own_input].append(index)
     return readers

@@ -15,7 +15,7 @@ from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.runner import HookedPredictor, class_name
 from mechinterp.models.run.evaluation import (
     distinct_pairs,
     evaluation_prompts,
@@ -115,8 +115,9 @@ def _require(hooked: HookedPredictor, senders: Sequence[Node], receivers: Sequen
     for node in (*senders, *receivers):
         for hook in {node.hook, node.stream} - {"", *model.hook_dict}:
             why = f": {unfollowed[layer_of(hook)]}" if layer_of(hook) in unfollowed else ""
-            kind = type(model).__name__
-            raise ValueError(f"model must have the hook {hook}; this {kind} has none{why}.")
+            raise ValueError(
+                f"model must have the hook {hook}; this {class_name(model)} has none{why}."
+            )
 
 
 def layer_of(hook: str) -> int:

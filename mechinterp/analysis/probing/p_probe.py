@@ -24,6 +24,7 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.icl.sparse_predictors import descend, excess_risk
+from mechinterp.memory import chunks, together
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import Source, predictor_of
 
@@ -151,6 +152,23 @@ def p_probe(
     return descent_curves(features, prompts, steps=steps)
 
 
+def _risks(
+    phi: Float[Tensor, "batch pos feature"], prompts: Prompts, steps: int
+) -> Float[np.ndarray, "batch step"]:
+    """Excess risk of each prompt after every step, a chunk of prompts at a time."""
+    n_pos, n_features = phi.shape[1:]
+    side = min(n_pos, n_features)
+    numbers = n_pos * n_features + 3 * side**2 + 4 * steps
+    size = together(8 * prompts.y.shape[2] * numbers, f"descent on {n_features} features")
+    parts = []
+    for rows in chunks(len(prompts), size):
+        columns = phi[rows].double()[..., None].expand(-1, -1, -1, prompts.y.shape[2])
+        some = prompts[rows]
+        path = descend(columns[:, :-1], some.y, columns[:, -1], steps=steps)
+        parts.append(excess_risk(path, some).T.numpy(force=True))
+    return np.concatenate(parts)
+
+
 def descent_curves(
     features: Mapping[str, Float[Tensor, "batch pos _feature"]], prompts: Prompts, *, steps: int
 ) -> DescentCurves:
@@ -162,12 +180,7 @@ def descent_curves(
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}.")
-    n_responses, target = prompts.y.shape[2], prompts.to(torch.float64)
-    squares = []
-    for phi in features.values():
-        columns = phi.double()[..., None].expand(-1, -1, -1, n_responses)
-        path = descend(columns[:, :-1], target.y, columns[:, -1], steps=steps)
-        squares.append(excess_risk(path, target).T.numpy(force=True))
+    squares = [_risks(phi, prompts.to(torch.float64), steps) for phi in features.values()]
     risk, risk_sem = mean_and_sem(np.stack(squares, 1))
     # d log(mean) = (value - mean) / mean, summed over steps.
     relative = np.stack([square[:, 1:] / square[:, 1:].mean(0) for square in squares], 1).mean(2)

@@ -22,7 +22,9 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
+from mechinterp.memory import require_memory
 from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.general import prompt_bytes
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
@@ -179,6 +181,10 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
     """Loss of one layer of attention, or of a stack of attention layers, on fixed prompts."""
     prompts = prompts.to(torch.float64)
     weights = checkpoint.weights.to(torch.float64)
+    if weights.model.stack == "nonlinear":
+        length = prompts.x.shape[1]
+        needed = len(prompts) * prompt_bytes(weights, length)
+        require_memory(needed, f"a gradient on {len(prompts)} prompts of {length} pairs at once")
     base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
     free = {name: np.ones(values.shape, bool) for name, values in base.items()}
     sampled = "all"

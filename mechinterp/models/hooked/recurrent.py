@@ -47,12 +47,14 @@ class RecurrentAttention(Attention):
             k = self.hook_rot_k(rotated(k, self.cfg.model))
         q = self.cfg.scale * q
         memory = self._memory(k, v, for_k)
-        n_written = written_before(resid.shape[1], self.cfg.model, device=resid.device)
+        n_written = written_before(resid.shape[1], self.cfg.model)
         pattern = self.hook_pattern(memory.pattern(q, n_written))
         z = torch.einsum("bhrk,bkhv->brhv", pattern, v)
         changes = self._changes(memory)
         if changes is not None:
-            z = z + torch.einsum("brhd,brhdv->brhv", q, changes[:, n_written])
+            z = z + torch.einsum(
+                "brhd,brhdv->brhv", q, changes[:, n_written.start : n_written.stop]
+            )
         return self._write(self.hook_z(z))
 
     def _memory(self, k: Tensor, v: Tensor, read: Tensor) -> Memory:
@@ -75,7 +77,7 @@ class RecurrentAttention(Attention):
         if not (point._forward_hooks or point._backward_hooks):
             return None
         n_keys = memory.k.shape[1]
-        own = memory.states(torch.arange(1, n_keys + 1, device=memory.k.device))
+        own = memory.states(range(1, n_keys + 1))
         given = point(own.clone())
         added = given - own
         is_set = (added.detach() != 0).any((-2, -1), keepdim=True)

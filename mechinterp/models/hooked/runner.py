@@ -72,7 +72,7 @@ class HookedPredictor:
     if unknown."""
 
     def __post_init__(self) -> None:
-        kind = type(self.model).__name__
+        kind = class_name(self.model)
         if not hasattr(self.model, "hook_dict"):
             raise ValueError(f"model must have TransformerLens' hooks (hook_dict), got a {kind}.")
         hooks = self.model.hook_dict
@@ -120,7 +120,7 @@ class HookedPredictor:
         for part in (self.model, getattr(self.model, "original_model", None)):
             if isinstance(part, nn.Module) and any(map(_drops, part.modules())):
                 raise ValueError(
-                    f"The model must be in evaluation mode, call .eval(); got a {type(self.model).__name__} "
+                    f"The model must be in evaluation mode, call .eval(); got a {class_name(self.model)} "
                     f"with dropout in training mode."
                 )
         needed = len(prompts) * self.prompt_bytes(prompts)
@@ -172,7 +172,7 @@ class HookedPredictor:
                 reasons = getattr(self.model, "unfollowed", {})
                 why = f": {next(iter(reasons.values()))}" if reasons else ""
                 raise ValueError(
-                    f"This needs the hook {name}, got a {type(self.model).__name__} that does not run through it{why}."
+                    f"This needs the hook {name}, got a {class_name(self.model)} that does not run through it{why}."
                 )
         for layer in range(self.n_layers):
             if z_name(layer) in names:
@@ -234,6 +234,11 @@ class HookedPredictor:
         with lock_of(self.model):  # waits until hooks of other threads are gone
             remove_ended(self.model)
             return any(point.fwd_hooks for point in self.model.hook_dict.values())
+
+
+def class_name(model: object) -> str:
+    """Name of a model's class; of a module with hooks that of the user's own class."""
+    return type(getattr(model, "module", model)).__name__
 
 
 def read_prediction(
@@ -301,7 +306,7 @@ def masked(
     for layer in mlps:
         if mlp_name(layer) not in hooked.hook_dict:
             raise ValueError(
-                f"The model ({type(hooked).__name__}) has no hook {mlp_name(layer)}, where an MLP is masked."
+                f"The model ({class_name(hooked)}) has no hook {mlp_name(layer)}, where an MLP is masked."
             )
     masks = mask_heads(heads, values=values, at=at) + mask_mlps(mlps, values=mlp_values, at=at)
     with hooks_on(hooked, [*notes, *masks]):

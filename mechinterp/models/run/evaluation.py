@@ -21,7 +21,7 @@ PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
 LEAST = 8
 """Smallest number of distinct prompts for a standard error or a label, and if any scalar is fitted to them."""
-MOST_NUMBERS = 2**26
+MOST_DRAWN = 2**26
 """Largest count of numbers in the prompts that an analysis draws (512 MB in float64). A model with long prompts needs a
 smaller n_prompts; given prompts have no such limit."""
 LARGEST_ENTRY = 1e15
@@ -151,7 +151,7 @@ def evaluation_prompts(
         source: A model; or a task, whose prompts are in float64.
         law: Law of drawn prompts; None: the model's own task.
     Raises:
-        ValueError: As `prompts_and_law`; also if drawn prompts would hold more than MOST_NUMBERS numbers.
+        ValueError: As `prompts_and_law`; also if drawn prompts would hold more than MOST_DRAWN numbers.
     See also:
         `mechinterp.models.run.evaluation.prompts_and_law`, which has the other arguments.
     Example:
@@ -222,7 +222,7 @@ def _drawn(
     new_tasks: bool,
     bounded: bool = False,
 ) -> Prompts:
-    """Evaluation prompts, drawn in float64 and brought to the model's dtype; bounded: at most MOST_NUMBERS numbers."""
+    """Evaluation prompts, drawn in float64 and brought to the model's dtype; bounded: at most MOST_DRAWN numbers."""
     if isinstance(source, TaskConfig):
         law, dtype, usual = source, torch.float64, N_PROMPTS
     else:
@@ -255,11 +255,11 @@ def most_prompts(task: TaskConfig, context_length: int) -> int:
         >>> most_prompts(TaskConfig(), 40), most_prompts(TaskConfig(), 100_000)
         (267365, 111)
     """
-    return MOST_NUMBERS // prompt_bytes(task, context_length=context_length, width=1)
+    return MOST_DRAWN // prompt_bytes(task, context_length=context_length, width=1)
 
 
 def require_few_numbers(task: TaskConfig, n_prompts: int, context_length: int) -> None:
-    """Refuse prompts of an analysis that hold more than MOST_NUMBERS numbers, before they are drawn.
+    """Refuse prompts of an analysis that hold more than MOST_DRAWN numbers, before they are drawn.
 
     Raises:
         ValueError: With the largest number of prompts of this length.
@@ -267,7 +267,7 @@ def require_few_numbers(task: TaskConfig, n_prompts: int, context_length: int) -
     if n_prompts > (most := most_prompts(task, context_length)):
         raise ValueError(
             f"n_prompts (--n-prompts) must be <= {most} for prompts of {context_length} pairs with d_x = {task.d_x} "
-            f"(at most {MOST_NUMBERS} numbers are drawn), got {n_prompts}; shorter prompts: --context-length."
+            f"(at most {MOST_DRAWN} numbers are drawn), got {n_prompts}; shorter prompts: --context-length."
         )
 
 

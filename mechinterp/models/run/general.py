@@ -13,12 +13,12 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import LINEAR, MLP_NORM, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, layers_bytes, together
+from mechinterp.memory import UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import (
     ACTIVATIONS,
@@ -34,7 +34,9 @@ from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 
-CHUNK = 256  # prompts at once; small enough for the CPU cache
+CHUNK = 256
+"""Largest number of prompts at once on a processor, small enough for its cache. On other devices memory alone limits it,
+since every chunk starts the same number of kernels."""
 
 SCORES = "batch row head d, batch key head d -> batch head row key"
 AVERAGE = "batch head row key, batch key head d -> batch row head d"
@@ -58,8 +60,25 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Que
         number = {"linear": 1, "linear/L": k.shape[1], OVER_PAIRS: n_pairs}[model.score]
         factor = model.score_slope / max(number, 1)
         return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
+    n_keys = k.shape[1] - (model.context_only and not model.attend_to_self)
+    if _can_fuse(model, n_keys):
+        reads = None if model.context_only else readable_keys(n_keys, model, device=k.device)[rows]
+        return fused_softmax(q, k[:, :n_keys], v[:, :n_keys], reads)
     pattern = pattern_of(q, k, model, rows)
     return einsum(pattern, v, AVERAGE)
+
+
+def _can_fuse(model: ModelConfig, n_keys: int) -> bool:
+    """True for softmax attention without gradients in which every row reads a key (torch's attention gives NaN without
+    one, and has no second derivative)."""
+    every_row = n_keys > 0 and (model.context_only or model.attend_to_self)
+    return model.score == "softmax" and every_row and not torch.is_grad_enabled()
+
+
+def fused_softmax(q: Queries, k: Keys, v: Keys, reads: Tensor | None = None) -> Queries:
+    """Softmax attention of scaled queries by torch's own kernel; `reads` [row, key] is True for readable keys, None: all."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=reads, scale=1.0).transpose(1, 2)
 
 
 def scores_of(
@@ -190,6 +209,8 @@ def query_streams(
     n, parts = prompts.x.shape[1], []
 
     def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+        if _can_fuse(model, n):
+            return fused_softmax(q, k[:, :n], v[:, :n])
         scores = einsum(q, k[:, :n], SCORES)
         pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
         return einsum(pattern, v[:, :n], AVERAGE)
@@ -275,7 +296,7 @@ class _Layer:
         k = rotated(k, model)
         if not model.recurrent:
             return self.attend(q, k, v, model, self.rows)
-        n_written = written_before(stream.shape[1], model, device=stream.device)[self.rows]
+        n_written = written_before(stream.shape[1], model)[self.rows]
         return self._memory(k, v, read).read(q, n_written)
 
     def z_beside(
@@ -284,8 +305,7 @@ class _Layer:
         """Outputs of the heads of a recurrent layer for queries beside the pairs: query n reads the state after n pairs."""
         (q,), read = self._projected(self._read(asking), "Q"), self._read(pairs)
         k, v = self._projected(read, "KV")
-        n_written = torch.arange(asking.shape[1], device=q.device)
-        return self._memory(k, v, read).read(self.weights.scale * q, n_written)
+        return self._memory(k, v, read).read(self.weights.scale * q, range(asking.shape[1]))
 
     def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
         """What the heads read of the stream."""
@@ -393,7 +413,8 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     """Slices of the prompts that run together in memory."""
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
-    return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=CHUNK))
+    most = CHUNK if weights.device.type == "cpu" else UNLIMITED
+    return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=most))
 
 
 def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:

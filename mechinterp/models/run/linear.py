@@ -1,17 +1,18 @@
 """Masks and streams of linear attention, computed as a linear map of the tokens instead of a pass over them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, together
-from mechinterp.models.hooked.masks import Head, by_layers
+from mechinterp.models.hooked.masks import Head, by_layers, mean_z, swapped
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
@@ -22,14 +23,26 @@ per head."""
 
 
 def masked_predictions(
-    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]]
+    weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str = "zero"
 ) -> Float[Tensor, "mask batch d_y"]:
-    """Predictions under each mask; the output of a masked head is zero."""
-    by_layer = [by_layers(heads) for heads in masks]
-    parts = []
-    for rows in progress(_chunks(weights, prompts), "masking heads (zero)"):
-        short = linear_pass(weights, prompts[rows])
-        parts.append(torch.stack([short.prediction(heads) for heads in by_layer]))
+    """Predictions under each mask; z of a masked head is 0, its mean over the prompts, or that of another prompt."""
+    by_layer, parts = [by_layers(heads) for heads in masks], []
+    means: list[Tensor] = []
+    replaces = method != "zero"
+    rows_of_chunks = _chunks(weights, prompts, with_z=replaces)
+    if method == "mean":
+        runs = (linear_pass(weights, prompts[rows]) for rows in rows_of_chunks)
+        pairs = zip(runs, rows_of_chunks, strict=True)
+        means = mean_z((run.every_z(prompts[rows]) for run, rows in pairs), len(prompts))
+    for rows in progress(rows_of_chunks, f"masking heads ({method})"):
+        chunk = prompts[rows]
+        short = linear_pass(weights, chunk)
+        run: LinearPass | ReplacedPass = short
+        if method == "resample":
+            run = ReplacedPass(short, chunk, [swapped(z) for z in short.every_z(chunk)])
+        elif method == "mean":
+            run = ReplacedPass(short, chunk, [mean.to(chunk.x)[None] for mean in means])
+        parts.append(torch.stack([run.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)
 
 
@@ -68,11 +81,15 @@ def stack_bytes(weights: Weights, length: int) -> int:
     return weights.dtype.itemsize * (3 * n_tokens * d_token + 2 * d_token**2 + maps + layer)
 
 
-def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
+def _chunks(weights: Weights, prompts: Prompts, *, with_z: bool = False) -> list[slice]:
+    """Slices of the prompts that run together in memory; `with_z`: z of all layers at every position is kept twice."""
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
     size = stack_bytes(weights, length)
-    return chunks(len(prompts), together(size, what, most=min(CHUNK, NEAR // size)))
+    if with_z:
+        columns = weights.n_layers * weights.n_heads * weights.d_head
+        size += 2 * weights.dtype.itemsize * (length + 1) * columns
+    return chunks(len(prompts), together(size, what, most=min(CHUNK, max(2, NEAR // size))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +123,13 @@ class LinearPass:
         written = self.weights.W_V[-1] @ (_kept(self.weights, masked, last) @ W_U)
         return query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
 
+    def every_z(self, prompts: Prompts) -> list[Float[Tensor, "batch pos head d_head"]]:
+        """z of each layer at every position, of the last layer at the query alone; `prompts` are those of the pass."""
+        heads = (self.weights.n_heads, self.weights.d_head)
+        _, reads = self._last_reads
+        last = (reads.transpose(0, 1) @ self.weights.W_V[-1]).transpose(0, 1)
+        return [*((prompts.tokens @ z).unflatten(2, heads) for z in self.z), last[:, None]]
+
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
         """T before the last layer with masks from layer `first` on; masked outputs of `first` are subtracted."""
         gone, T = sorted(set(masked[first])), self.T[first]
@@ -128,11 +152,92 @@ class LinearPass:
         """Query's stream before the last layer, and each head's weighted sum of streams there, before W_V."""
         T = T.expand(len(self.x_query), -1, -1)
         query = (self.x_query[:, None] @ T[:, : self.weights.d_x])[:, 0]
-        # Key-side vectors of the last layer's heads: W_K W_Q^T query.
-        q = query @ self.weights.W_Q[-1].transpose(0, 1).flatten(1)
-        q = q.unflatten(1, (self.weights.n_heads, self.weights.d_head)).transpose(0, 1)
-        key_side = (q @ self.weights.W_K[-1].mT).transpose(0, 1) @ T.mT  # [batch, head, d_token]
+        key_side = _key_side(self.weights, query) @ T.mT  # [batch, head, d_token]
         return query, key_side @ self.moment @ T
+
+
+@dataclass(frozen=True, eq=False)
+class ReplacedPass:
+    """Masked passes in which z of masked heads has other values.
+
+    The values become further columns of the tokens, so that the stream stays a linear map of the tokens: with V for z of
+    the masked heads, [tokens, V] [T; W_O] = tokens T + V W_O.
+    """
+
+    run: LinearPass
+    """The pass without masks."""
+    prompts: Prompts
+    values: list[Tensor]
+    """Values of z by layer, [batch or 1, pos, head, d_head]; of the last layer at the query alone."""
+
+    def prediction(
+        self, masked: Mapping[int, Collection[int]] | None = None
+    ) -> Float[Tensor, "batch d_y"]:
+        """Prediction at the query in units of y; `masked` gives the masked heads by layer."""
+        run, weights = self.run, self.run.weights
+        if not masked:
+            return run.prediction()
+        last, n = weights.n_layers - 1, len(self.prompts)
+        first = min(masked)
+        state = _Extended(
+            run.T[min(first, last)].expand(n, -1, -1),
+            self.prompts.context_tokens,
+            pad(run.x_query, (0, weights.d_y)),
+            run.moment,
+        )
+        for layer in range(first, last):
+            z = run.z[first] if layer == first else None
+            z = _linear_heads(weights, layer, state.T, state.moment) if z is None else z
+            gone = sorted(set(masked.get(layer, ())))
+            state = replace(state, T=state.T + z @ _kept(weights, masked, layer).flatten(0, 1))
+            if gone:
+                values = self.values[layer][:, :, gone].flatten(2).expand(n, -1, -1)
+                written = weights.W_O[layer, gone].flatten(0, 1)
+                state = state.with_values(values, written, _factor(weights, self.prompts))
+        return self._read_out(state, masked)
+
+    def _read_out(self, state: "_Extended", masked: Mapping[int, Collection[int]]) -> Tensor:
+        """Prediction from the map before the last layer, whose masked heads get their values at the query."""
+        weights, last = self.run.weights, self.run.weights.n_layers - 1
+        query = (state.at_query[:, None] @ state.T)[:, 0]
+        key_side = _key_side(weights, query) @ state.T.mT
+        reads = key_side @ state.moment @ state.T
+        _, W_U = weights.reading
+        written = weights.W_V[-1] @ (_kept(weights, masked, last) @ W_U)
+        out = query @ W_U + reads.flatten(1) @ written.flatten(0, 1)
+        if not (gone := sorted(set(masked.get(last, ())))):
+            return out
+        values = self.values[last][:, -1, gone].flatten(1)
+        return out + values @ (weights.W_O[last, gone].flatten(0, 1) @ W_U)
+
+
+@dataclass(frozen=True, eq=False)
+class _Extended:
+    """Tokens with further columns, their map to the stream, and their second moment."""
+
+    T: Float[Tensor, "batch column d_model"]
+    context: Float[Tensor, "batch pair column"]
+    at_query: Float[Tensor, "batch column"]
+    moment: Float[Tensor, "batch column column"]
+    """Second moment of the context, times the factor on the scores."""
+
+    def with_values(
+        self,
+        values: Float[Tensor, "batch pos new"],
+        written: Float[Tensor, "new d_model"],
+        factor: float,
+    ) -> "_Extended":
+        """The same with values as further columns, which `written` maps to the stream."""
+        new = values[:, :-1]
+        across = factor * (self.context.mT @ new)
+        above = torch.cat([self.moment, across], 2)
+        below = torch.cat([across.mT, factor * (new.mT @ new)], 2)
+        return _Extended(
+            torch.cat([self.T, written.expand(len(values), -1, -1)], 1),
+            torch.cat([self.context, new], 2),
+            torch.cat([self.at_query, values[:, -1]], 1),
+            torch.cat([above, below], 1),
+        )
 
 
 def linear_pass(weights: Weights, prompts: Prompts) -> LinearPass:
@@ -173,13 +278,27 @@ def _maps(
 
 def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token d_token"]:
     """Second moment of the context, times the factor on the scores."""
-    score, tokens = weights.model.score, prompts.context_tokens
+    tokens = prompts.context_tokens
+    return _factor(weights, prompts) * (tokens.mT @ tokens)
+
+
+def _factor(weights: Weights, prompts: Prompts) -> float:
+    """Factor on the scores of linear attention."""
+    score = weights.model.score
     if score not in LINEAR:
         raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {score!r}.")
     factor = weights.scale * weights.model.score_slope
-    if score == "linear/L":
-        factor = factor / max(tokens.shape[1], 1)  # without pairs the moment is 0
-    return factor * (tokens.mT @ tokens)
+    n_pairs = prompts.x.shape[1]
+    return factor / max(n_pairs, 1) if score == "linear/L" else factor  # no pairs: the moment is 0
+
+
+def _key_side(
+    weights: Weights, query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch head d_model"]:
+    """Key-side vectors of the last layer's heads for the query's stream: W_K W_Q^T query."""
+    q = query @ weights.W_Q[-1].transpose(0, 1).flatten(1)
+    q = q.unflatten(1, (weights.n_heads, weights.d_head)).transpose(0, 1)
+    return (q @ weights.W_K[-1].mT).transpose(0, 1)
 
 
 def _kept(

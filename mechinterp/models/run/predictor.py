@@ -363,8 +363,8 @@ def _masked_predictions(
     """Predictions under each mask from the weights: in closed form, as a map of the tokens, or layer by layer."""
     if weights.model.one_attention:
         return one_layer.masked_predictions(weights, prompts, masks, method=method)
-    if method == "zero" and weights.model.stack == "linear":
-        return linear.masked_predictions(weights, prompts, masks)
+    if weights.model.stack == "linear":
+        return linear.masked_predictions(weights, prompts, masks, method=method)
     return general.masked_predictions(weights, prompts, masks, method=method)
 
 

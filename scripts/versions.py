@@ -1,6 +1,6 @@
 """The fast tests with the lowest versions that pyproject.toml allows, and with the newest ones under each Python.
 
-`python -m tests.versions UV FOLDER` makes an environment for each in FOLDER with uv, runs the fast tests
+`python -m scripts.versions UV FOLDER` makes an environment for each in FOLDER with uv, runs the fast tests
 there and prints a table. One for which no processor build of torch can be had is listed as not tested; a CUDA
 build is never downloaded. A lower bound of pyproject.toml that no resolution reaches is a failure.
 """
