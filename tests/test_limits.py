@@ -99,7 +99,15 @@ def test_a_number_of_infinite_error_is_not_defined():
 
 
 @pytest.mark.parametrize(
-    "task", [{"context_length": 2}, {"d_x": 50}, {"noise_var": 1e8}, {"context_length": 1000}]
+    "task",
+    [
+        {"context_length": 2},
+        {"d_x": 50},
+        {"noise_var": 1e8},
+        {"context_length": 1000},
+        {"drift": 0.9},
+        {"noise_var": ((0.01, 0.5), (0.1, 0.5))},
+    ],
 )
 def test_calibrations_are_said_of_tasks_in_their_range_alone(task: dict):
     assert PATTERNS_RANGE.holds(TaskConfig())

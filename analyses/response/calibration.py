@@ -6,7 +6,7 @@ Functions are those of families.py, ten seeds each. 48 models of one layer are t
 (analyses/calibration/plain_training.py) and 12 of two and three layers by the package. The right reading of a trained
 model comes from its predictions, by least squares on descent's terms, without the response. The set was drawn after
 the rules of reading.py were settled, and looked at once. Models that the file already has are skipped. Writes
-analyses/results/response_calibration.csv.
+analyses/results/response/response_calibration.csv.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.training.train import train
 
-FILE = "response_calibration.csv"
+FILE = "response/response_calibration.csv"
 SETS = {"first": 100}
 """First seed of each set; a set is drawn once."""
 SEEDS = 10
@@ -181,6 +181,7 @@ def calibration_table(results: Path) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     file = RESULTS / FILE
+    file.parent.mkdir(exist_ok=True)
     known = set()
     if file.exists():
         known = set(pd.read_csv(file)[["set", "family", "seed"]].itertuples(index=False, name=None))

@@ -53,7 +53,7 @@ class CalibratedRange:
     """Largest noise variance, as a multiple of the variance of the response without noise."""
 
     def holds(self, task: TaskConfig) -> bool:
-        """True if the sizes and the noise of a task lie in the range.
+        """True if the sizes and the noise of a task lie in the range, and neither its task vectors drift nor its noise varies.
 
         Example:
             >>> PATTERNS_RANGE.holds(TaskConfig()), PATTERNS_RANGE.holds(TaskConfig(d_x=50))
@@ -61,7 +61,8 @@ class CalibratedRange:
         """
         sizes = ((task.d_x, self.d_x), (task.context_length, self.context_length))
         within = all(low <= size <= high for size, (low, high) in sizes)
-        return within and task.noise_var <= self.noise * task.signal_var
+        plain = task.drift == 1 and len(task.noise_levels) == 1
+        return within and plain and task.noise_variance <= self.noise * task.signal_var
 
 
 PATTERNS_RANGE = CalibratedRange(d_x=(2, 24), context_length=(5, 200), noise=0.5)

@@ -114,7 +114,7 @@ class ModelConfig:
         rules.at_least(0, "norm_eps")
         slope = f"must lie within ±{LARGEST_SETTING:g}"
         rules.require("score_slope", abs(self.score_slope) <= LARGEST_SETTING, slope)
-        scores = CONTEXT_ONLY_SCORES if self.context_only else SCORES
+        scores: tuple[str, ...] = CONTEXT_ONLY_SCORES if self.context_only else SCORES
         # Attention to the pairs alone has this score as "linear/L".
         other_keys = self.attend_to_self or (self.n_layers > 1 and not self.context_only)
         scores += (OVER_PAIRS,) if other_keys and self.layout == "pairs" else ()

@@ -83,16 +83,15 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
     """
     if penalty < 0:
         raise ValueError(f"penalty must be >= 0, got {penalty}.")
-    gram = prompts.x.mT @ prompts.x
-    moment = prompts.x.mT @ prompts.y
     if penalty == 0:
         # pinv makes about six arrays of the size of x.
         size = 6 * prompts.x[0].numel() * prompts.x.element_size()
         parts = chunks(len(prompts), max(1, CHUNK_BYTES // max(1, size)))
         beta = torch.cat([torch.linalg.pinv(prompts.x[r]) @ prompts.y[r] for r in parts])
     else:
+        gram = prompts.x.mT @ prompts.x
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        beta = torch.linalg.solve(gram + penalty * identity, moment)
+        beta = torch.linalg.solve(gram + penalty * identity, prompts.x.mT @ prompts.y)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
 
 

@@ -215,8 +215,8 @@ class Prompts:
         vectors = None if self.drifting is None else self.drifting[:, : n_pairs + 1]
         beta = self.beta if vectors is None else vectors[:, -1]
         clean = y if beta is None else (x[:, None] @ beta)[:, 0]
-        context = {"x": self.x[:, :n_pairs], "y": self.y[:, :n_pairs], "drifting": vectors}
-        return replace(self, **context, x_query=x, y_query=y, y_query_clean=clean)
+        shorter = replace(self, x=self.x[:, :n_pairs], y=self.y[:, :n_pairs], drifting=vectors)
+        return replace(shorter, x_query=x, y_query=y, y_query_clean=clean)
 
     def to(self, target: torch.device | str | torch.dtype) -> "Prompts":
         """The same prompts on another device or in another dtype."""
@@ -310,11 +310,9 @@ class Prompts:
             NoTaskVectorsError: If the task vectors are unknown; the message names the purpose.
         """
         noise = (self.y - self.y_without_noise(purpose)).roll(1, 0)
-        rolled = {
-            name: None if getattr(self, name) is None else getattr(self, name).roll(1, 0)
-            for name in ("beta", "drifting")
-        }
-        other = replace(self, **rolled)
+        beta = None if self.beta is None else self.beta.roll(1, 0)
+        drifting = None if self.drifting is None else self.drifting.roll(1, 0)
+        other = replace(self, beta=beta, drifting=drifting)
         at_query = other.task_vectors_at_every_x(purpose)[:, -1]
         clean = (self.x_query[:, None] @ at_query)[:, 0]
         y = other.y_without_noise(purpose) + noise

@@ -63,15 +63,15 @@ def deep_model(score: str) -> ICLTransformer:
 
 
 @pytest.mark.parametrize(
-    ("score", "kind", "method"),
+    ("score", "method", "what"),
     [
-        ("linear/L", "linear scores", "zero"),
-        ("linear/L", "linear scores, mean", "mean"),
-        ("linear/L", "linear scores, resample", "resample"),
-        ("softmax", "softmax scores", "zero"),
+        ("linear/L", "zero", "of 8, linear scores"),
+        ("linear/L", "mean", "of 8 set to its mean, linear scores"),
+        ("linear/L", "resample", "of 8 resampled, linear scores"),
+        ("softmax", "zero", "of 8, softmax scores"),
     ],
 )
-def test_every_head_of_a_deep_model(versus, score: str, kind: str, method: str):
+def test_every_head_of_a_deep_model(versus, score: str, method: str, what: str):
     model, task = deep_model(score), TaskConfig(d_x=16, context_length=32)
     prompts = draw_prompts(task, N_PROMPTS, generator=generator_for(0, "eval", 0))
     masks = [[(layer, head)] for layer in range(N_LAYERS) for head in range(N_HEADS)]
@@ -79,7 +79,7 @@ def test_every_head_of_a_deep_model(versus, score: str, kind: str, method: str):
     ours = predictor_of(model).run(part, masks, method=method)
     assert_same(ours, by_hooks(model, part, masks, method))
     versus(
-        f"every head of 4 layers of 8, {kind}, 4,096 prompts (plain: {len(part)})",
+        f"every head of 4 layers {what}, 4,096 prompts (plain: {len(part)})",
         lambda: predictor_of(model).run(prompts, masks, method=method),
         lambda: by_hooks(model, part, masks, method),
         work=N_PROMPTS / len(part),

@@ -17,14 +17,12 @@ from mechinterp import TaskConfig, hook_module, load, write_report
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 
 MODELS = ("softmax-h2-s0", "sparse-h4-noise0.1-s0", "garg-gpt2", "hooked encoder")
-LONG = 60
-"""Number of seconds after which an analysis is stopped."""
+LONG = 30
+"""Seconds of the processor after which an analysis is stopped."""
 PAGE = "the page of `report`"
 WHY = (
-    "The longest: `local-learning-coefficient` of a deep model takes a gradient on all prompts for every step: up to 400 to see that",
-    "the weights are a minimum, then twenty for every draw. A warning says so first if it will take more than ten minutes. A",
-    "page about sparse-h4 is above its aim of 15 seconds: a third of it are masks by three methods (16 heads, 4,096 prompts,",
-    "each masked run through all later layers), a quarter pruning; four fifths of both are matrix products.",
+    "The longest: `local-learning-coefficient` of a deep model takes a gradient on all prompts for every step; one that would",
+    "take more than ten minutes is refused unless its chains are stated.",
 )
 FILE = Path(__file__).with_name("costs.md")
 
@@ -49,7 +47,7 @@ def model(name: str) -> object:
 def seconds(analysis: str, name: str) -> str:
     """Processor seconds without loading; empty where the model is not accepted."""
     source: Any = model(name)
-    signal.alarm(LONG)
+    signal.setitimer(signal.ITIMER_PROF, LONG)
     try:
         start = time.process_time()
         if analysis == PAGE:
@@ -63,7 +61,7 @@ def seconds(analysis: str, name: str) -> str:
     except ValueError:
         return ""
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def stop(*_: object) -> None:
@@ -73,7 +71,7 @@ def stop(*_: object) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
     for name in MODELS:
         for analysis in ("classify", "ablate", "compare-learners"):
             seconds(analysis, name)

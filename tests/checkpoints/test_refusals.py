@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import mechinterp
 from mechinterp.checkpoints.foreign.names import KNOWN
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign
+from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.checkpoints.foreign.refusals import TensorError
+from mechinterp.checkpoints.foreign.settings import Stored
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.exchange import hooked_state
 from tests.checkpoints.files import read as load
@@ -77,6 +78,8 @@ OF_TORCH: dict[str, State] = {
 OF_LINEAR: dict[str, State] = {
     "to_q.weight stand for the same part": {"to_q.weight": ones(4, 4)},
     "grouped keys (4 rows of queries, 2 of keys)": {"k_proj.weight": ones(2, 4)},
+    "k_proj.weight must be a matrix, got shape (0, 4)": {"k_proj.weight": ones(0, 4)},
+    "k_proj.weight must be a matrix, got shape (4, 0)": {"k_proj.weight": ones(4, 0)},
 }
 OF_HEADS: dict[str, State] = {
     "must be numbered from 0 on, got attn.heads.1.query": {"0.query.weight": None},

@@ -56,8 +56,8 @@ def _grouped(tensors: Tensors, layout: Layout) -> str:
             continue
         shapes = sorted(tuple(sorted(found[x].shape)) for x in "qk")
         (q_rows, q_in), (k_rows, k_in) = (tuple(found[x].shape) for x in "qk")
-        if q_in == k_in and k_rows < q_rows and q_rows % k_rows == 0:
+        if q_in == k_in and 0 < k_rows < q_rows and q_rows % k_rows == 0:
             return f"{q_rows} rows of queries, {k_rows} of keys"
-        if q_rows == k_rows and k_in < q_in and q_in % k_in == 0 and shapes[0] != shapes[1]:
+        if q_rows == k_rows and 0 < k_in < q_in and q_in % k_in == 0 and shapes[0] != shapes[1]:
             return f"{q_in} columns of queries, {k_in} of keys"
     return ""

@@ -244,8 +244,8 @@ def tensors_among(
             tensors without storages.
     """
     if isinstance(root, dict) and (series := _last_of_series(root, weights)):
-        document, settings = series
-        return tensors_among(document, None, storages)[0], settings
+        last, settings = series
+        return tensors_among(last, None, storages)[0], settings
     places = dict(_places(root))
     names = chosen_names({name: place.shape for name, place in places.items()}, weights)
     if weights is None:

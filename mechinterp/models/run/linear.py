@@ -36,11 +36,12 @@ def masked_predictions(
         means = mean_z((run.every_z(prompts[rows]) for run, rows in pairs), len(prompts))
     for rows in progress(rows_of_chunks, f"masking heads ({method})"):
         chunk = prompts[rows]
-        run: LinearPass | ReplacedPass = linear_pass(weights, chunk)
+        short = linear_pass(weights, chunk)
+        run: LinearPass | ReplacedPass = short
         if method == "resample":
-            run = ReplacedPass(run, chunk, [swapped(z) for z in run.every_z(chunk)])
+            run = ReplacedPass(short, chunk, [swapped(z) for z in short.every_z(chunk)])
         elif method == "mean":
-            run = ReplacedPass(run, chunk, [mean.to(chunk.x)[None] for mean in means])
+            run = ReplacedPass(short, chunk, [mean.to(chunk.x)[None] for mean in means])
         parts.append(torch.stack([run.prediction(heads) for heads in by_layer]))
     return torch.cat(parts, dim=1)
 
