@@ -31,6 +31,7 @@ from mechinterp.checkpoints.module_weights import (
 )
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints import strange_modules as strange
+from tests.checkpoints.files import loaded
 from tests.checkpoints.strange_modules import Grouped, Rotary, Stack, random
 from tests.checkpoints.test_wrapped_modules import Int8, Lora, Pairs, wrapped
 from tests.models.test_layered_models import garg
@@ -129,6 +130,16 @@ def of(make, number: int = 2) -> list[nn.Module]:
     return [make() for _ in range(number)]
 
 
+class GroupedRotary(Grouped):
+    """Shared keys under rotary positions, whose hook point is left out."""
+
+    def forward(self, x):
+        q, k = strange.split(self.q_proj(x), 4), strange.split(self.k_proj(x), 2)
+        q, k = (Rotary.turned(self, each) for each in (q, k))
+        v = strange.split(self.v_proj(x), 2)
+        return self.o_proj(strange.joined(strange.attend(q, k, v, is_causal=True, enable_gqa=True)))
+
+
 class OfPairs(nn.Module):
     """Garg's GPT-2, called with tokens; it reads x and y in turn."""
 
@@ -156,6 +167,7 @@ KINDS = {
     "context keys": lambda: random(Stack(*of(strange.ContextKeys))),
     "norm of the MLP alone": lambda: random(Stack(*of(Grouped))),
     "rotary": lambda: random(Stack(*of(Rotary), norm=True)),
+    "grouped rotary": lambda: random(Stack(*of(GroupedRotary), norm=True)),
     "looped rotary": lambda: random(Stack(Rotary(), runs=3, norm=True)),
     "torch, positions first": lambda: random(Stack(*of(lambda: strange.Torchs(False)))),
     "parameters": lambda: random(Stack(*of(strange.Parameters))),
@@ -312,3 +324,21 @@ def test_the_page_of_a_proven_module_shows_its_circuits(tmp_path):
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     assert {"circuits.csv", "heads.csv"} <= {file.name for file in report.tables}
     assert "linear_gd" in report.verdict
+
+
+def test_a_file_may_state_linear_scores_over_the_pairs(tmp_path):
+    """All L + 1 tokens are keys, and the scores are divided by L, at any length."""
+    state = {f"{x}_proj.weight": part.weight for x, part in zip("qkvo", of(square, 4), strict=True)}
+    stated = {"score": "linear/pairs", "scale": 1.0, "attend_to_self": True}
+    stated |= {"columns": "x,y", "sign": "plus", "n_heads": 1, "d_x": 3}
+    checkpoint = loaded(tmp_path, state, **stated)
+    for length in (6, 4):
+        task = replace(TASK, context_length=length)
+        prompts = sample_prompts(task, 8, seed=0, dtype=torch.float64)
+        q, k, v = (prompts.tokens @ state[f"{x}_proj.weight"].T for x in "qkv")
+        expected = (q @ k.mT / length) @ v @ state["o_proj.weight"].T
+        torch.testing.assert_close(predictor_of(checkpoint).predict(prompts), expected[:, -1, -1:])
+
+
+def square() -> nn.Module:
+    return nn.Linear(4, 4, bias=False).double().requires_grad_(False)

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.hooked.hooks import hooks_on, remove_ended
+from mechinterp.models.hooked.hooks import Hooks, hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
-    Hooks,
     Values,
     by_layers,
     lock_of,
@@ -349,8 +348,10 @@ def hooked_predictor(model: object) -> HookedPredictor:
 
     if not isinstance(model, ICLTransformer):
         hint = "; hook_module makes one of it" if isinstance(model, nn.Module) else ""
+        if hasattr(model, "unfollowed"):
+            hint = " with hooks; pass what hook_module returned, not its .model"
         raise ValueError(
-            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
+            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {class_name(model)}{hint}."
         )
     own, cfg = model, model.cfg
     in_turn = cfg.model.layout == "in_turn"
