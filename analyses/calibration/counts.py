@@ -3,7 +3,7 @@
     python -m analyses.calibration.counts  (a second); writes mechinterp/analysis/calibration.csv
 
 Only models that were made after the rules count: the second set of one layer (fresh.py), and families of several layers
-in the part "after" of analyses/algorithms.
+in the part "after" of analyses/algorithms, and the second draw of analyses/recurrent.
 """
 
 from pathlib import Path
@@ -20,13 +20,14 @@ def counts(results: Path) -> pd.DataFrame:
     """Number of models that got each label, and of those that got it although it is wrong."""
     one = pd.read_csv(results / "calibration_second_models.csv")
     deep = pd.read_csv(results / "algorithms" / "algorithm_calibration_models.csv")
+    along = pd.read_csv(results / "recurrent" / "calibration_models.csv")
+    algorithms = pd.concat([deep[deep.half == "after"], along])
     rows = []
-    for kind, models in (("patterns", one), ("algorithms", deep[deep.half == "after"])):
+    for kind, models in (("patterns", one), ("algorithms", algorithms)):
         for label in TEXTS[kind]:
             verdicts = models.verdict[models.label == label]
-            rows.append(
-                {"label": label, "named": len(verdicts), "wrong": int((verdicts == "wrong").sum())}
-            )
+            wrong = int((verdicts == "wrong").sum())
+            rows.append({"label": label, "named": len(verdicts), "wrong": wrong})
     return pd.DataFrame(rows)
 
 

@@ -124,34 +124,25 @@ def hook_module(
     """A copy of a module in evaluation mode, with hooks on the heads and the stream of each
     attention layer.
 
-    Layers are every torch.nn.MultiheadAttention, and every module with a common name for the
-    outputs of heads (o_proj, out_proj, to_out, c_proj, ...) beside those for queries, keys and
-    values (q_proj, to_q, W_q, qkv, c_attn, ...). The code between them is arbitrary.
+    Layers are every torch.nn.MultiheadAttention, and every module with a common name for the outputs of heads (o_proj,
+    to_out, c_proj, ...) beside those for queries, keys and values (q_proj, to_q, W_q, qkv, c_attn, ...).
 
     Args:
-        heads: Number of heads in every layer; None means that stated by the modules (num_heads,
-            n_heads, ...).
-        read: Function from the module's output to the prediction, [batch, d_y]. None means the
-            output itself if it has that shape, else the last d_y entries at the last position.
-        embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens
-            (x, y), the query last with y = 0. A module that takes two inputs is called as
-            `model(xs, ys)` with xs [batch, n, d_x] and ys [batch, n], or [batch, n, d_y] if it
-            fails on the former.
-        outputs: Names of the modules that take the heads' outputs side by side, if they are not
-            found or found wrongly.
-        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields
-            are assumed to be those of the softmax paper. It stays in force for given prompts, unless
-            an analysis gets task="unknown". None: assumed, and unknown for given prompts.
-        position: Position of the stream at which the prediction is read, from 0, or from the end if
-            negative. None means the position on which the prediction depends after the last layer.
-            If it depends on several, it is the last one of a stream as long as the input; analyses
-            of any other stream refuse it.
+        heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
+        read: Function from the module's output to the prediction, [batch, d_y]. None means the output itself if it has
+            that shape, else the last d_y entries at the last position.
+        embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens (x, y), the query last
+            with y = 0. A module of two inputs is called as `model(xs, ys)` with xs [batch, n, d_x] and ys [batch, n], or
+            [batch, n, d_y] if it fails on the former.
+        outputs: Names of the modules that take the heads' outputs side by side, if they are not found or found wrongly.
+        task: Law of the prompts: a TaskConfig, a dict of its fields or a JSON file; missing fields are those of the
+            softmax paper. It stays in force for given prompts, unless an analysis gets task="unknown". None: assumed.
+        position: Position of the stream at which the prediction is read, from 0, or from the end if negative. None means
+            the one on which the prediction depends after the last layer, or the last one of a stream as long as the input.
     Raises:
-        ValueError: If the prediction is not a function of the prompt alone (it is random, keeps a
-            state between calls, or depends on the rest of the batch). If no layer is found, a name in `outputs` is not a module, the number of heads
-            is unknown, invalid, does not divide a width or differs between layers, a layer does not
-            run or is not a separate module, the module does not run on its input, the prediction
-            has another shape, or the position does not exist.
+        ValueError: If the prediction is not a function of the prompt alone (random, a state between calls, the rest of the
+            batch) or has another shape; if no layer is found, or one does not run or is no separate module; if the number
+            of heads is unknown, does not divide a width or differs between layers; if a name or position does not exist.
     See also:
         `load`, `Monitor`.
     Example:
@@ -161,25 +152,16 @@ def hook_module(
     """
     law_stated = task is not None
     task = as_task({} if task is None else task)
-    if heads is not None and (type(heads) is not int or heads < 1):
-        raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
-    if position is not None and type(position) is not int:
-        raise ValueError(f"position must be an integer, got {position!r}.")
+    _require_integers(heads, position)
     own = _copied(module).eval()
     like = _first_number(own)
     enter = Entry(task, embed, like.device, like.dtype)
     with random_states_kept(), torch.no_grad():
-        # A number of prompts that differs from the number of positions.
-        prompts = draw_prompts(task, 2, dtype=like.dtype)
-        if enter(prompts).shape[1] == len(prompts):
-            prompts = draw_prompts(task, 3, dtype=like.dtype)
+        prompts = _trial_prompts(enter, task)
         tokens = enter(prompts)
         trial = Trial(own, tokens, whole if embed else split_of(own, tokens, task))
-        output = trial.output()
-        if read is None:
-            _require_readable(output, tokens, task)
         readers = _readers(read, task)
-        _require_function(trial, enter, readers[0], task)
+        _require_prediction(trial, enter, read, task)
         hooked = _hooked(trial, enter, readers, heads, outputs, position)
         _note_sizes(hooked, prompts)
         if position is not None:
@@ -187,6 +169,31 @@ def hook_module(
     model: Any = hooked.model
     names = [model.places[block].output for block in hooked.blocks]
     return HookedModule(trial.name, task, hooked, tuple(names), law_stated=law_stated)
+
+
+def _require_integers(heads: object, position: object) -> None:
+    if heads is not None and (type(heads) is not int or heads < 1):
+        raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
+    if position is not None and type(position) is not int:
+        raise ValueError(f"position must be an integer, got {position!r}.")
+
+
+def _trial_prompts(enter: Entry, task: TaskConfig) -> Prompts:
+    """Two or three prompts, so that their number differs from the number of positions."""
+    prompts = draw_prompts(task, 2, dtype=enter.dtype)
+    if enter(prompts).shape[1] == len(prompts):
+        return draw_prompts(task, 3, dtype=enter.dtype)
+    return prompts
+
+
+def _require_prediction(
+    trial: Trial, enter: Entry, read: Callable[[Tensor], Tensor] | None, task: TaskConfig
+) -> None:
+    """Refuse an output without a prediction, or one that is not a function of the prompt alone."""
+    output = trial.output()
+    if read is None:
+        _require_readable(output, trial.tokens, task)
+    _require_function(trial, enter, _readers(read, task)[0], task)
 
 
 Readers = tuple[Callable[[Any], Tensor], Callable[[Any, int], Tensor] | None]

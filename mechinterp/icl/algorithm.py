@@ -295,6 +295,8 @@ ROUNDING = 1e-26
 MAX_STEPS = 100
 DAMPING = 1e-2
 """Initial damping, relative to the squared derivatives."""
+SEEN = 1e-12
+"""A scalar is not measured if its relative change changes the mean square of the predictions by less than this fraction."""
 CLEARLY = 0.01
 """A fit that starts from one step is taken if its mean square is lower by more than this fraction."""
 
@@ -396,7 +398,7 @@ def scalar_errors(
 ) -> Float[np.ndarray, " scalar"]:
     """Standard errors over prompts of scalars that are fitted to the last prediction.
 
-    Rests of the prompts are independent and may have any size: H^-1 (sum_i g_i g_i^T) H^-1 with H = J^T J and
+    A scalar that the predictions hardly depend on has an infinite error. Rests of the prompts are independent and may have any size: H^-1 (sum_i g_i g_i^T) H^-1 with H = J^T J and
     g_i = J_i^T rest_i / (1 - leverage_i), nearly the jackknife over prompts.
 
     Source:
@@ -420,10 +422,17 @@ def scalar_errors(
         return np.zeros(0)
     J = _jacobian(difference, values)
     rest = difference(values)
-    inverse = torch.linalg.pinv(J.mT @ J)
+    # Changes of predictions by changes of the scalars relative to their size, per size of the predictions.
+    size = values.abs().clamp(min=1e-6)
+    scaled = J * size / target.norm()
+    strengths, along = torch.linalg.eigh(scaled.mT @ scaled)
+    lost = (along.square() * (strengths < SEEN)).sum(1) > 0.01
+    inverse = torch.linalg.pinv(scaled.mT @ scaled, hermitian=True)
+    inverse = inverse * size[:, None] * size / target.norm() ** 2
     leverage = ((J @ inverse) * J).sum(1).unflatten(0, (len(target), -1)).sum(1).clamp(max=0.99)
     by_prompt = (J * rest[:, None]).unflatten(0, (len(target), -1)).sum(1) / (1 - leverage)[:, None]
-    return (inverse @ by_prompt.mT @ by_prompt @ inverse).diagonal().clamp(min=0).sqrt().numpy()
+    variances = (inverse @ by_prompt.mT @ by_prompt @ inverse).diagonal().clamp(min=0)
+    return torch.where(lost, torch.inf, variances.sqrt()).numpy()
 
 
 def _one_step(algorithm: Algorithm, moments: PromptMoments, n_layers: int) -> Tensor | None:

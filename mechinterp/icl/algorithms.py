@@ -82,9 +82,14 @@ def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
 
 
 def _adaptive_ridge(
-    moments: PromptMoments, n_layers: int, low: Tensor, high: Tensor, odds: Tensor, beta_var: Tensor
+    moments: PromptMoments,
+    n_layers: int,
+    low: Tensor,
+    ratio: Tensor,
+    odds: Tensor,
+    beta_var: Tensor,
 ) -> Tensor:
-    """Ridge regressions at two penalties, mixed by the evidence of their noise levels penalty * beta_var.
+    """Ridge regressions at the penalties low and low * ratio, mixed by the evidence of their noise levels penalty * beta_var.
 
     X X^T has the eigenvalues L s, and |y|^2 falls into the parts L <v, b>^2 / s along its eigenvectors and the rest.
     """
@@ -96,7 +101,7 @@ def _adaptive_ridge(
     rest = (y.square().sum(1) - parts.sum(1)).clamp(min=0)
     logs = []
     phi = []
-    for penalty in (low, high):
+    for penalty in (low, low * ratio):
         values = beta_var * (n_pairs * s.clamp(min=0) + penalty)
         square = (parts / values[..., None]).sum(1) + rest / (beta_var * penalty)
         beyond = n_pairs - s.shape[1]
@@ -113,12 +118,13 @@ def _posterior_mean(moments: PromptMoments) -> Tensor:
 
 
 def _penalties(moments: PromptMoments) -> tuple[float, float]:
-    """First penalties of adaptive ridge: those of the task's noise levels; of one level, ten times less and more."""
+    """First lower penalty of adaptive ridge and ratio of the higher one: those of the task's noise levels; for one level,
+    ten times less and more."""
     levels = [variance for variance, _ in moments.task.noise_levels]
     if len(levels) > 1:
-        return min(levels) / moments.task.beta_variance, max(levels) / moments.task.beta_variance
+        return min(levels) / moments.task.beta_variance, max(levels) / min(levels)
     penalty = moments.penalty or 0.1
-    return penalty / 10, 10 * penalty
+    return penalty / 10, 100.0
 
 
 SEEN = 1e-12
@@ -213,7 +219,8 @@ ALGORITHMS = (
         "adaptive_ridge",
         (
             Scalar("low", lambda moments: _penalties(moments)[0], where="once", lower=1e-9),
-            Scalar("high", lambda moments: _penalties(moments)[1], where="once", lower=1e-9),
+            # At least 1, so that the two levels cannot change places.
+            Scalar("ratio", lambda moments: _penalties(moments)[1], where="once", lower=1.0),
             Scalar("odds", lambda moments: 1.0, where="once", lower=1e-9),
             Scalar(
                 "beta_var",

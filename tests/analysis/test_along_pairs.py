@@ -1,5 +1,5 @@
 """Names of learners that take the pairs one after another, and of those that estimate the noise; the functions are loops of
-their own in analyses/along_pairs/learners.py."""
+their own in analyses/recurrent/learners.py."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.along_pairs import learners as make
+from analyses.recurrent import learners as make
 from mechinterp import TaskConfig, load, name_algorithm
 from mechinterp.analysis.multi_layer.naming import UNDETERMINED
 from mechinterp.icl.algorithm import PromptMoments, fit_algorithm, scalar_errors
@@ -37,7 +37,7 @@ MEMBERS = {
     "rls .95": (make.recursive(0.95, 0.4), RLS, [0.95, 0.4]),
     "rls .99": (make.recursive(0.99, 0.4), RLS, [0.99, 0.4]),
     "textbook": (make.textbook(0.95, 2.0), RLS, [0.95, 2 * 0.95**20]),
-    "adaptive": (make.mixed(LEVELS, 0.2), ADAPTIVE, [0.1, 3.5, 3 / 7, 0.2]),
+    "adaptive": (make.mixed(LEVELS, 0.2), ADAPTIVE, [0.1, 35, 3 / 7, 0.2]),
 }
 NEAR_MISSES = {
     "momentum": make.momentum(0.05, 0.5),

@@ -214,6 +214,12 @@ def test_a_block_is_masked_in_one_run_or_in_all(prompts):
         hooked.predict(prompts)
 
 
+def test_the_hooks_of_a_module_are_no_model_and_the_line_says_what_to_pass(prompts):
+    _, hooked = hooked_stack("looped blocks")
+    with pytest.raises(ValueError, match=r"got Stack with hooks; pass what hook_module returned"):
+        ablate(hooked.model, prompts)
+
+
 def test_weights_without_a_softmax_are_signed_and_said_to_be_no_distribution(prompts):
     _, hooked = hooked_stack("linear")
     patterns = attention_patterns(hooked, prompts)

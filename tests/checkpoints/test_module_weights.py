@@ -129,6 +129,16 @@ def of(make, number: int = 2) -> list[nn.Module]:
     return [make() for _ in range(number)]
 
 
+class GroupedRotary(Grouped):
+    """Shared keys under rotary positions, whose hook point is left out."""
+
+    def forward(self, x):
+        q, k = strange.split(self.q_proj(x), 4), strange.split(self.k_proj(x), 2)
+        q, k = (Rotary.turned(self, each) for each in (q, k))
+        v = strange.split(self.v_proj(x), 2)
+        return self.o_proj(strange.joined(strange.attend(q, k, v, is_causal=True, enable_gqa=True)))
+
+
 class OfPairs(nn.Module):
     """Garg's GPT-2, called with tokens; it reads x and y in turn."""
 
@@ -156,6 +166,7 @@ KINDS = {
     "context keys": lambda: random(Stack(*of(strange.ContextKeys))),
     "norm of the MLP alone": lambda: random(Stack(*of(Grouped))),
     "rotary": lambda: random(Stack(*of(Rotary), norm=True)),
+    "grouped rotary": lambda: random(Stack(*of(GroupedRotary), norm=True)),
     "looped rotary": lambda: random(Stack(Rotary(), runs=3, norm=True)),
     "torch, positions first": lambda: random(Stack(*of(lambda: strange.Torchs(False)))),
     "parameters": lambda: random(Stack(*of(strange.Parameters))),

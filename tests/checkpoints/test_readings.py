@@ -16,8 +16,8 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import candidates as cases
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.agreed import agreed_label
+from mechinterp.checkpoints.foreign.described import MOST_SHOWN
 from mechinterp.checkpoints.foreign.doubts import advice, tied
-from mechinterp.checkpoints.foreign.read import MOST_SHOWN
 from mechinterp.checkpoints.foreign.score import Reading, ranked
 from mechinterp.checkpoints.load import convert
 from mechinterp.icl.prompts import draw_prompts

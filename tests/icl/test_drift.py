@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.recurrent import drift
 from mechinterp import (
     compare_learners,
     error_curve,
@@ -201,3 +202,17 @@ def test_patching_a_drifting_prompt_permutes_its_responses(tmp_path):
     config = override(preset("softmax-h2"), "task.drift=0.9", "train.steps=2")
     trained = train(config, out=tmp_path / "model")
     assert np.isfinite(patch_activations(trained, n_prompts=64).to_frame().effect).all()
+
+
+def test_the_closed_form_of_excess_risks_is_their_mean_over_prompts():
+    """Risks at given covariates of analyses/recurrent/drift.py, against squared errors."""
+    prompts = draw_prompts(drift.TASK, 4096, seed=5, dtype=torch.float64)
+    law = drift.covariances(prompts, 0.9, drift.TASK)
+    task = replace(drift.TASK, drift=0.9)
+    moving = draw_prompts(task, 4096, seed=5, dtype=torch.float64)
+    weights = torch.linalg.solve(law[0], law[1][..., None])[..., 0]
+    predictions = (weights * moving.y[..., 0]).sum(1)
+    np.testing.assert_allclose(predictions, kalman(moving, task=task)[:, 0], atol=1e-10)
+    errors = (predictions - moving.y_query_clean[:, 0]).square()
+    spread = errors.std() / len(errors) ** 0.5
+    assert abs(errors.mean() - drift.risk(weights, law)) < 4 * spread

@@ -12,7 +12,8 @@ from transformers.models.llama import modeling_llama as llama
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.read import Stored, read_foreign, settled
+from mechinterp.checkpoints.foreign.read import read_foreign
+from mechinterp.checkpoints.foreign.settings import Stored, settled
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import Head

@@ -210,7 +210,8 @@ def layered_classification(
         >>> from pathlib import Path
         >>> from torch import nn
         >>> from mechinterp.checkpoints.foreign.options import Hints
-        >>> from mechinterp.checkpoints.foreign.read import Stored, read_foreign
+        >>> from mechinterp.checkpoints.foreign.read import read_foreign
+        >>> from mechinterp.checkpoints.foreign.settings import Stored
         >>> tensors = nn.TransformerEncoderLayer(6, 2, 8).state_dict()
         >>> hints = Hints(n_heads=2)
         >>> layer = read_foreign([Stored(Path("x.pt"), tensors, {})], hints)

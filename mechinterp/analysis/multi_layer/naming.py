@@ -89,6 +89,8 @@ CONTAINED = {each.label: each.contains for each in ALGORITHMS if each.contains}
 """Smaller algorithm that each larger one contains: if both explain a model, the smaller is its name."""
 ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 """Algorithms that are called ridge_like if they tie with ridge for the last prediction."""
+TRIMS = (0.0, 0.05, 0.2)
+"""Fractions of the prompts, those with the largest x, that the response leaves out in turn until enough are effective."""
 OWN = 0
 """Column of the last prediction at the model's own length."""
 WITHOUT_LAW = (
@@ -862,13 +864,14 @@ def measure(
 def _asked(
     subject: Subject, gate: Gate | None, tests: Mapping[str, Identity]
 ) -> tuple[Algorithm, ...]:
-    """Algorithms that are fitted: along the pairs or not, as the response says; adaptive ridge only for a task of several
-    noise levels, and for a function that is not linear in y."""
+    """Algorithms that are fitted: along the pairs or not, as the response says; all, for a function that another order changes
+    but whose response is none along the pairs. Adaptive ridge only for a task of several noise levels, and for a function that is not linear in y."""
     members = candidates_of(subject.task)
-    if gate is None:
-        members = tuple(each for each in members if not each.along_pairs)
-    else:
+    a_set = ORDER in tests and tests[ORDER].mismatch() <= ROUNDING
+    if gate is not None and (gate.along or not subject.is_function):
         members = gate.asked(members)
+    elif a_set or not subject.is_function:
+        members = tuple(each for each in members if not each.along_pairs)
     scaled_y = [test.mismatch() for name, test in tests.items() if name.startswith(TIMES)]
     adapts = subject.is_function and max(scaled_y, default=0.0) > ROUNDING
     if adapts or len(subject.task.noise_levels) > 1:
@@ -881,8 +884,9 @@ def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate
     if ORDER in tests and tests[ORDER].mismatch() <= ROUNDING:
         return None
     law = "unknown" if no_law(subject.task) else law_of(subject.task)
-    with suppress(FewPromptsError):
-        return gate_of(response(subject.source, own.prompts, task=law))
+    for trim in TRIMS:
+        with suppress(FewPromptsError):
+            return gate_of(response(subject.source, own.prompts, task=law, trim=trim))
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.checkpoints.foreign.read import TASK_KEY
+from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.checkpoints.io.files import write_new, writing
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
 from mechinterp.checkpoints.runs import head_rows, joined

@@ -61,6 +61,8 @@ INNER = ("q", "k", "v", "qkv", "kv", "qk")
 ATTENTION = ("o", *INNER)
 COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
 """Sets of parts that are enough for a layer of attention."""
+BY_HEAD = ("q", "k", "v")
+"""Parts that a list may hold head by head."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
 
 
@@ -135,6 +137,9 @@ def piece_of(name: str) -> Piece | None:
     tries: list[tuple[list[str], str, str | None]] = [(words, "weight", None)]
     if len(words) > 1 and words[-1] in KINDS:
         tries.insert(0, (words[:-1], *KINDS[words[-1]]))
+        if len(words) > 2 and words[-2].isdecimal() and PARTS.get(words[-3]) in BY_HEAD:
+            # A list of the heads' queries, such as W_q.0.weight
+            tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *KINDS[words[-1]]))
     for path, kind, axes in tries:
         for count in (3, 2, 1):
             part = PARTS.get(".".join(path[-count:]))

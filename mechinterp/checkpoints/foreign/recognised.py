@@ -20,12 +20,21 @@ from mechinterp.checkpoints.foreign.formats import (
 from mechinterp.checkpoints.foreign.kinds import require_known_kind
 from mechinterp.checkpoints.foreign.layout import Layout, layout_of
 from mechinterp.checkpoints.foreign.lens import hooked_layer
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless, piece_of, shown
+from mechinterp.checkpoints.foreign.names import (
+    ATTENTION,
+    KINDS,
+    Tensors,
+    is_harmless,
+    piece_of,
+    shown,
+)
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
 from mechinterp.checkpoints.foreign.stacks import unstacked
 
 ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
+NORM_WORDS = "norm|ln|rms"
+"""Parts of words that name norms."""
 OF_PERCEPTRON = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)|(?:.*[./])?mlp[./][^./]+")
 """Names of the layers of a torch.nn.Sequential, and of tensors inside an MLP."""
 
@@ -52,12 +61,13 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     strange = [*layout.unknown, *strange]
     require_known_kind(known, layout)
     _require_attention(known, layout)
+    _require_heads(layout)
     listed = ", ".join(map(shown, (strange or layout.lacking or sorted(tensors))[:12])) or "none"
     offer = _may_attend([known[n] for n in strange if n in known], layout)
     if strange and (form.attention_alone or layout.layers) and not layout.lacking:
         what = "such a model" if form is LAYERED else f"format {form.name}"
         verb = "is" if len(strange) == 1 else "are"
-        drop = f"; if the model does without, drop it by --map {shown(strange[0])}=unused"
+        drop = f"; {_norm_among(strange, known)}if the model does without, drop it by --map {shown(strange[0])}=unused"
         raise TensorError("", f"{listed} {verb} not among the tensors of {what}{drop}", offer=offer)
     if strange or layout.lacking or not layout.layers:
         rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
@@ -65,6 +75,17 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
             "", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}", offer=offer
         )
     return form, layout, known
+
+
+def _norm_among(strange: list[str], tensors: Tensors) -> str:
+    """How to state a norm, if one of these tensors looks like one; else empty."""
+    for name in strange:
+        module, _, last = name.replace("/", ".").rpartition(".")
+        if name in tensors and tensors[name].ndim == 1 and KINDS.get(last, ("",))[0] == "weight":
+            stem = module.rpartition(".")[2]
+            if re.search(NORM_WORDS, stem, re.IGNORECASE):
+                return f"a norm is stated by --map {shown(stem)}=norm1 (before attention), norm2 or final_norm; "
+    return ""
 
 
 def _may_attend(unmatched: list[Tensor], layout: Layout) -> bool:
@@ -89,6 +110,17 @@ def _require_attention(tensors: Tensors, layout: Layout) -> None:
         return
     listed = ", ".join(map(shown, sorted(tensors)[:8]))
     raise ValueError(f"a model must have attention, as every analysis reads it; got {listed}.")
+
+
+def _require_heads(layout: Layout) -> None:
+    """Refuse lists such as W_q.0.weight that may be of heads or of layers: heads share one output projection."""
+    if any(piece.part == "o" for piece in layout.pieces):
+        return
+    for piece in layout.pieces:
+        found = re.search(r"(\w+)[./](\d+)[./](\w+)$", piece.name)
+        if piece.head is not None and found is not None and found[3] in KINDS:
+            stem, rest = f"{found[1]}.{found[2]}", f"{found[2]}.{piece.part}_proj"
+            raise ValueError(f"{shown(piece.name)} may be one of several heads or of several layers; state each by --map, such as --map {shown(stem)}=heads.{rest} or --map {shown(stem)}=layers.{rest}.")  # fmt: skip
 
 
 def _row(tensors: Tensors, hints: Hints) -> Format:

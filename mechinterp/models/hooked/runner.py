@@ -349,8 +349,10 @@ def hooked_predictor(model: object) -> HookedPredictor:
 
     if not isinstance(model, ICLTransformer):
         hint = "; hook_module makes one of it" if isinstance(model, nn.Module) else ""
+        if hasattr(model, "unfollowed"):
+            hint = " with hooks; pass what hook_module returned, not its .model"
         raise ValueError(
-            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {type(model).__name__}{hint}."
+            f"model must be a checkpoint, an ICLTransformer or a HookedPredictor, got {class_name(model)}{hint}."
         )
     own, cfg = model, model.cfg
     in_turn = cfg.model.layout == "in_turn"
