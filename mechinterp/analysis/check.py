@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -142,9 +143,9 @@ def check(
     kind = model.format if isinstance(model, Checkpoint) else "a PyTorch module with hooks"
     proof = proof_of(model) if isinstance(model, HookedModule) else None
     rows_of = (
-        [*_of_law(model, law), *_of_file(model)]
+        [*_of_law(model, law), *_of_file(cast(Checkpoint, model))]
         if proof is None
-        else [*_of_law(model, law), *_of_module(model, proof)]
+        else [*_of_law(model, law), *_of_module(cast(HookedModule, model), proof)]
     )
     settings = pd.DataFrame(rows_of, columns=["setting", "value", "how"])
     order = settings["how"].map(HOW.index)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -57,14 +57,16 @@ def shown_settings(
     few = [each[:N_PROMPTS].to(module.model.cfg.dtype) for each in batches]
     runs = [_passed(module, each) for each in few]
     heads = [cast(Heads, block.attn) for block in module.model.blocks]
-    settings = {"passes": len(module.hooked.blocks) // len(set(module.hooked.blocks))}
+    settings: dict[str, Any] = {
+        "passes": len(module.hooked.blocks) // len(set(module.hooked.blocks))
+    }
     mask = _linear_mask(heads, runs)
     settings |= _keys_and_layout(mask, runs[0], few[0])
     settings |= _scores_and_positions(module, runs[0], few[0])
-    settings |= _norms(module, parts) | _activation(module, parts, few[0])
+    settings |= {**_norms(module, parts), **_activation(module, parts, few[0])}
     if mask:
         lengths = [each.x.shape[1] for each in few]
-        return [settings | each for each in _linear_scores(mask, runs, lengths)]
+        return [{**settings, **each} for each in _linear_scores(mask, runs, lengths)]
     return [settings]
 
 
@@ -178,7 +180,7 @@ def _factor(turn: tuple[float, bool] | None, passed: Passed) -> float:
 
 def _without_positions(module: HookedModule, prompts: Prompts) -> bool:
     """True if equal tokens at different positions are equal before the first layer."""
-    alike = Prompts(
+    alike = Prompts(  # type: ignore[call-arg]
         *(each[:, :1].expand_as(each) for each in (prompts.x, prompts.y)),
         prompts.x_query,
         prompts.y_query,

@@ -180,9 +180,9 @@ def parts_of_module(module: HookedModule) -> ModuleParts:
         else:
             outside[bool(seen)].append(path)
     blocks = tuple(
-        BlockParts(
+        BlockParts(  # type: ignore[misc]
             _numbered(place.output) or place.block,
-            *(_norms_and_linear(own, each) for each in paths[place.block]),
+            *(_norms_and_linear(own, each) for each in paths[place.block]),  # type: ignore[arg-type]
             alone=len(places) == 1,
         )
         for place in places

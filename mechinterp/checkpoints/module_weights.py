@@ -118,7 +118,7 @@ def proof_of(module: HookedModule) -> ModuleProof:
         return ModuleProof(why=" ".join(str(error).split()).removeprefix("state dict: "))
     fits = (_renumbered(module, each.weights, recordings[0]) for each in readings)
     kept = [
-        replace(each, build=lambda own=own: own)
+        replace(each, build=lambda own=own: own)  # type: ignore[misc]
         for each, own in zip(readings, fits, strict=True)
         if own is not None
     ]
@@ -154,7 +154,7 @@ def _readings(
         raise ValueError(f"a reading has {got} layers, and the module {n_layers}")
     alone = Reading({}, lambda: checkpoint.weights, 0.0, 0.0, predicts=True, ties=True, stands=True)
     readings = [
-        replace(each, build=lambda each=each: each.weights.to(device))
+        replace(each, build=lambda each=each: each.weights.to(device))  # type: ignore[misc]
         for each in checkpoint.readings or (alone,)
     ]
     return readings, str(checkpoint.proven["predictions"]).partition(";")[0]

@@ -78,7 +78,7 @@ def run() -> int:
 
 # The order of the help.
 for command in (train, sweep, predict_jumps, check, classify, *commands()):
-    add_command(app, command)
+    add_command(app, command)  # type: ignore[arg-type]
 add_command(app, analyse, context_settings=UNPARSED)
 for command in (report, score, info, convert):
     add_command(app, command)

@@ -45,13 +45,17 @@ def row_of(analysis: "Analysis", named: str | None = None) -> dict[str, Any]:
         hint = hints.get(name, None if default is Parameter.empty else type(default))
         kinds = get_args(hint) or (hint,)
         parts = next(
-            (each for each in kinds if is_dataclass(each) and Mapping in map(get_origin, kinds)),
+            (
+                each
+                for each in kinds
+                if is_dataclass(each) and any(get_origin(kind) is Mapping for kind in kinds)
+            ),
             None,
         )
         if parts is not None:
             inner = get_type_hints(parts)
             options += [
-                _option(each.name, inner[each.name], field_texts(parts), of=name)
+                _option(each.name, inner[each.name], field_texts(parts), of=name)  # type: ignore[arg-type]
                 for each in fields(parts)
             ]
         else:

@@ -239,9 +239,14 @@ class _Setting:
     ) -> "_Setting":
         function = function_of(source)
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
-        gaussian = law is not None and law.n_tasks is None and law.sparsity is None
         # The metric of the gradients is that of Gaussian y given x with one task vector and one noise level.
-        gaussian = gaussian and law.drift == 1 and len(law.noise_levels) == 1
+        gaussian = (
+            law is not None
+            and law.n_tasks is None
+            and law.sparsity is None
+            and law.drift == 1
+            and len(law.noise_levels) == 1
+        )
         return cls(
             source=source,
             function=function,

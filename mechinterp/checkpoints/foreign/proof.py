@@ -119,8 +119,8 @@ def prove(
     known = [case for case in different if all(case.tried.get(n, v) == v for n, v in fixed.items())]
     different = known or different
     half = any(each.half for each in recordings)
-    shown = search.gap(different[0])
-    return Proof(tuple(different), shown, half, len(search.misfits))
+    gap = search.gap(different[0])
+    return Proof(tuple(different), gap, half, len(search.misfits))
 
 
 Groups = list[list[Tried]]

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.hooked.hooks import hooks_on, remove_ended
+from mechinterp.models.hooked.hooks import Hooks, hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
-    Hooks,
     Values,
     by_layers,
     lock_of,

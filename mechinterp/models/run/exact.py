@@ -6,6 +6,7 @@ position and 0 at all others; one pass takes as many positions as a head is wide
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -117,7 +118,8 @@ def _values_and_outputs(
 @contextmanager
 def _values_point(hooked: HookedPredictor, layer: int) -> Iterator[str]:
     """Context with a hook point on a layer's values; a plain module gets one that goes with the block."""
-    name, heads = f"blocks.{layer}.attn.hook_v", hooked.model.blocks[layer].attn
+    blocks: Any = hooked.model.blocks
+    name, heads = f"blocks.{layer}.attn.hook_v", blocks[layer].attn
     if name in hooked.model.hook_dict or not isinstance(heads, Heads):
         yield name
         return
