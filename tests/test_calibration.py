@@ -17,7 +17,9 @@ from analyses.calibration.plain_training import Setting
 from analyses.lib.measured import RESULTS
 from analyses.lib.result_tables import two_by_two
 from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.checkpoints.load import load
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head
+from tests.conftest import CHECKPOINTS
 
 EVERY = 60  # `make analyses-check` labels all of them
 
@@ -202,3 +204,16 @@ def test_exact_descent_with_summed_scores_is_right_and_softmax_pairs_are_no_gd_p
     assert (exact.label == "gradient_descent").all()
     pairs = MODELS[MODELS.family.str.contains("softmax pairs")]
     assert set(pairs.label) == {"undetermined"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["garg-tiny-s0", "pool-gpt2-none-s0", "sparse-h4-noise0.1-s0"])
+def test_shipped_models_keep_their_labels_behind_the_gate(name: str):
+    """Models with positions are asked for their response first; it reads no learner along the pairs."""
+    stored = pd.read_csv(RESULTS / "algorithms" / "algorithm_shipped.csv")
+    row = stored[(stored.checkpoint == name) & (stored.seed == 0)].iloc[0]
+    found = name_algorithm(load(CHECKPOINTS / name), seed=0)
+    assert (found.label, found.function) == (row.label, row.function)
+    gate = found.measured.gate
+    assert gate is None or not gate.along
+    assert (gate is None) == name.startswith("sparse")
