@@ -31,6 +31,7 @@ from mechinterp.checkpoints.module_weights import (
 )
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints import strange_modules as strange
+from tests.checkpoints.files import loaded
 from tests.checkpoints.strange_modules import Grouped, Rotary, Stack, random
 from tests.checkpoints.test_wrapped_modules import Int8, Lora, Pairs, wrapped
 from tests.models.test_layered_models import garg
@@ -323,3 +324,21 @@ def test_the_page_of_a_proven_module_shows_its_circuits(tmp_path):
     report = write_report(hooked, tmp_path / "page", n_prompts=64)
     assert {"circuits.csv", "heads.csv"} <= {file.name for file in report.tables}
     assert "linear_gd" in report.verdict
+
+
+def test_a_file_may_state_linear_scores_over_the_pairs(tmp_path):
+    """All L + 1 tokens are keys, and the scores are divided by L, at any length."""
+    state = {f"{x}_proj.weight": part.weight for x, part in zip("qkvo", of(square, 4), strict=True)}
+    stated = {"score": "linear/pairs", "scale": 1.0, "attend_to_self": True}
+    stated |= {"columns": "x,y", "sign": "plus", "n_heads": 1, "d_x": 3}
+    checkpoint = loaded(tmp_path, state, **stated)
+    for length in (6, 4):
+        task = replace(TASK, context_length=length)
+        prompts = sample_prompts(task, 8, seed=0, dtype=torch.float64)
+        q, k, v = (prompts.tokens @ state[f"{x}_proj.weight"].T for x in "qkv")
+        expected = (q @ k.mT / length) @ v @ state["o_proj.weight"].T
+        torch.testing.assert_close(predictor_of(checkpoint).predict(prompts), expected[:, -1, -1:])
+
+
+def square() -> nn.Module:
+    return nn.Linear(4, 4, bias=False).double().requires_grad_(False)

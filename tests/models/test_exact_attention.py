@@ -77,6 +77,21 @@ class Mixed(Recurrent):
         return tokens + self.o_proj(z.flatten(2))
 
 
+class Rectified(Recurrent):
+    """Negative values count as 0, and the layer's own are all positive: random values alone tell."""
+
+    def __init__(self):
+        super().__init__("")
+        self.v_proj = nn.Linear(4, HEADS * EACH, dtype=torch.float64)
+        nn.init.constant_(self.v_proj.bias, 20.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = (p(tokens).unflatten(-1, (HEADS, EACH)) for p in self.projections)
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).tril()
+        z = torch.einsum("bhqk,bkhd->bqhd", weights, v.relu())
+        return tokens + self.o_proj(z.flatten(2))
+
+
 def hooked(module: nn.Module):
     return hook_module(module.eval(), heads=HEADS, task=TASK)
 
@@ -132,3 +147,9 @@ def test_other_layers_are_refused_by_the_number(module: nn.Module, words: tuple[
     with refused(*words):
         attention_patterns(own, draw_prompts(TASK, 5, dtype=torch.float64))
     assert not ANALYSES["attention-patterns"].needs(own)
+
+
+def test_random_values_tell_what_the_own_values_do_not():
+    own = predictor_of(hooked(Rectified()))
+    with refused("random values", "limit 1e-09"):
+        exact_attention(own.hooked, draw_prompts(TASK, 5, dtype=torch.float64), 0)

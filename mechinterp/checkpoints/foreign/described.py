@@ -103,7 +103,8 @@ def _stated_and_known(
         f"model.{n}": case.value_of(n) for n in case.source.given if n in case.tried
     }
     stated |= {n: v for n, v in values.items() if n in case.known & case.stated}
-    rest = [n for n in case.tried if f"model.{n}" not in assumed | stated and n != "scale"]
+    said = assumed.keys() | stated.keys()
+    rest = [n for n in case.tried if f"model.{n}" not in said and n != "scale"]
     known = {n: v for n, v in values.items() if n in case.known - case.stated}
     known |= {f"model.{name}": case.value_of(name) for name in rest}
     if "attn_scale" not in assumed and "model.scale" not in stated:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mechinterp.config import SCORES
-from mechinterp.config.model import ACTIVATIONS, LAYOUTS, MLP_NORM, NORMS
+from mechinterp.config.model import ACTIVATIONS, LAYOUTS, MLP_NORM, NORMS, OVER_PAIRS
 from mechinterp.fields import Rules
 
 COLUMNS = ("x,y", "y,x")
@@ -92,8 +92,8 @@ class Hints:
         names=["--attend-to-self/--no-attend-to-self"],
     )
     score: str | None = _hint(
-        f"Score function, if the file states none: {', '.join(SCORES)}; default: softmax and linear are tried.",
-        values=SCORES,
+        f"Score function, if the file states none: {', '.join((*SCORES, OVER_PAIRS))}; default: softmax and linear are tried.",
+        values=(*SCORES, OVER_PAIRS),
         metavar="NAME",
     )
     score_slope: float | None = _hint("The constant C of the score; default 1.")

@@ -110,17 +110,21 @@ def prove(
     if not proven:
         raise NotUnderstoodError(f"{file}: {_nearest(search)}")
     proven = sorted(search.with_neighbours(proven), key=search.rank)
-    different: list[Case] = []
-    for case in proven:
-        if not any(_is_one_model(case, other, recordings[0]) for other in different):
-            different.append(case)
-    # What the code of a known format fixes is not open, if its reading is among the proven ones.
-    fixed = cases[0].source.form.fixed
-    known = [case for case in different if all(case.tried.get(n, v) == v for n, v in fixed.items())]
-    different = known or different
+    different = _different(proven, recordings[0])
     half = any(each.half for each in recordings)
     gap = search.gap(different[0])
     return Proof(tuple(different), gap, half, len(search.misfits))
+
+
+def _different(proven: Sequence[Case], recording: Recording) -> list[Case]:
+    """Proven readings that are different models; what the code of a known format fixes is not open among them."""
+    different: list[Case] = []
+    for case in proven:
+        if not any(_is_one_model(case, other, recording) for other in different):
+            different.append(case)
+    fixed = proven[0].source.form.fixed.items()
+    known = [case for case in different if all(case.tried.get(n, v) == v for n, v in fixed)]
+    return known or different
 
 
 Groups = list[list[Tried]]
