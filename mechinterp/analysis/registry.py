@@ -346,7 +346,7 @@ def own_function(named: str) -> Callable[..., Any]:
     if own is None:
         raise ValueError(f"{named}: {module} has no function {function!r}.")
     if not callable(own):
-        raise ValueError(f"{named}: must be a function or a model, got a {type(own).__name__}.")
+        raise ValueError(f"{named}: must be a function or a model, got {type(own).__name__}.")
     return own
 
 

@@ -254,8 +254,9 @@ class Checkpoint(Run):
 
     @property
     def grounds(self) -> dict[str, Mapping[str, object]]:
-        """Settings that are not assumed, by their ground, as folders store them."""
-        return {ground: getattr(self, ground) for ground in GROUNDS}
+        """Settings that are not assumed, by their ground, as folders store them; grounds without a setting are left out."""
+        grounds = {ground: getattr(self, ground) for ground in GROUNDS}
+        return {ground: settings for ground, settings in grounds.items() if settings}
 
     @property
     def training(self) -> TrainConfig | None:
@@ -285,7 +286,7 @@ class Checkpoint(Run):
         if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             assumed = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
-            grounds = {ground: self.grounds[ground] for ground in ("stated", "proven", "known")}
+            grounds = {ground: getattr(self, ground) for ground in ("stated", "proven", "known")}
             settled = [
                 f"{ground}: {', '.join(n.removeprefix('model.') for n in settings if n[:6] == 'model.')}"
                 for ground, settings in grounds.items()

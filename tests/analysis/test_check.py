@@ -255,7 +255,7 @@ def test_the_command_checks_modules_of_the_folder_and_files(
     )
     for name, words in REFUSED.items():
         run("check", f"mine_to_check:{name}", *stated).assert_refused(*words)
-    run("check", "os:path").assert_refused("os:path", "got a module")
+    run("check", "os:path").assert_refused("os:path", "got module")
     run("check", "mine_to_check:none").assert_refused("mine_to_check", "'none'")
     run("check", "nothing.pt").assert_refused("nothing.pt", "does not exist")
     one = json.loads(run("check", SHIPPED, "--n-prompts", 32, "--json").done().out)

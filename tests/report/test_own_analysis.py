@@ -98,7 +98,7 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
     [
         ("nothing", "An analysis must be one of response, classify, "),
         ("own_analyses:nothing", "own_analyses has no function 'nothing'."),
-        ("own_analyses:number", "own_analyses has no function 'number'."),
+        ("own_analyses:number", "own_analyses:number: must be a function or a model, got int."),
         ("no_such_module:mine", "no_such_module:mine: there is no module no_such_module."),
         (":mine", "has no function"),
         ("..:mine", "has no function"),

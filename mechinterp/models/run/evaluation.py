@@ -178,7 +178,7 @@ def evaluation_prompts(
 def _require_moderate(prompts: Prompts) -> None:
     """Refuse given prompts with an entry that is not a number or beyond LARGEST_ENTRY."""
     for name in ("x", "y", "x_query", "y_query"):
-        largest = float(getattr(prompts, name).abs().max())
+        largest = float(getattr(prompts, name).detach().abs().max())
         if not largest <= LARGEST_ENTRY:
             raise ValueError(
                 f"prompts.{name} must lie within ±{LARGEST_ENTRY:g}, got {largest:.3g}; scale x or y."
