@@ -192,7 +192,8 @@ def pruned(case: Case) -> list[Path]:
 
 def trained_on(case: Case) -> list[Path]:
     few = ["train.steps=2", "train.n_eval_prompts=16", "train.batch_size=16"]
-    config = mi.override(checkpoint_of(case.source, "start").config, *few, "train.optimizer=adam")
+    adam = ("train.optimizer=adam", "train.init_std=null")
+    config = mi.override(checkpoint_of(case.source, "start").config, *few, *adam)
     return sorted(mi.train(config, out=case.folder / "longer", start=case.source).path.iterdir())
 
 

@@ -254,9 +254,8 @@ class Checkpoint(Run):
 
     @property
     def grounds(self) -> dict[str, Mapping[str, object]]:
-        """Settings that are not assumed, by their ground, as folders store them; grounds without a setting are left out."""
-        grounds = {ground: getattr(self, ground) for ground in GROUNDS}
-        return {ground: settings for ground, settings in grounds.items() if settings}
+        """Settings that are not assumed, by their ground."""
+        return {ground: getattr(self, ground) for ground in GROUNDS}
 
     @property
     def training(self) -> TrainConfig | None:
@@ -286,7 +285,7 @@ class Checkpoint(Run):
         if not self.trained_here:
             named = {n.partition(".")[2]: v for n, v in self.assumed.items() if n[:6] == "model."}
             assumed = [f"{n} {value}" for n, value in named.items() if value not in (None, (), [])]
-            grounds = {ground: getattr(self, ground) for ground in ("stated", "proven", "known")}
+            grounds = {ground: self.grounds[ground] for ground in ("stated", "proven", "known")}
             settled = [
                 f"{ground}: {', '.join(n.removeprefix('model.') for n in settings if n[:6] == 'model.')}"
                 for ground, settings in grounds.items()
@@ -302,7 +301,8 @@ class Checkpoint(Run):
     def outline(self) -> Outline:
         """Config, step and shapes, without the weights."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.by_name.items()}
-        stated = (self.format, self.assumed, self.origin, self.grounds)
+        grounds = {ground: settings for ground, settings in self.grounds.items() if settings}
+        stated = (self.format, self.assumed, self.origin, grounds)
         return Outline(self.path, self.config, self.step, shapes, *stated)
 
     @cached_property

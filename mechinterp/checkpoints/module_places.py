@@ -59,19 +59,27 @@ def layer_names(trial: Trial, outputs: Sequence[str]) -> list[str]:
                 f"outputs must be names of modules, as {trial.name}.named_modules() gives them, got {name!r}."
             )
     ran = _order(trial)
-    names = given or _first_of_each(_outputs(trial.module), ran)
+    names = given or _first_of_each(trial.module, _outputs(trial.module), ran)
     for name in names:
         if name not in ran:
             raise ValueError(f"{name} must run for a prediction, got 0 times.")
     return [name for name in ran if name in names]
 
 
-def _first_of_each(names: Sequence[str], ran: Sequence[str]) -> list[str]:
-    """Names without those of modules that run after another one of the same parent, such as a read-out `out` after `o_proj`."""
+def _first_of_each(module: nn.Module, names: Sequence[str], ran: Sequence[str]) -> list[str]:
+    """Names without those of modules that run after another one of the same parent, such as a read-out `out` after `o_proj`.
+
+    Whole attentions and entries of a list are layers of their own.
+    """
     first: dict[str, str] = {}
+    layers: set[str] = set()
     for name in sorted(names, key=lambda name: ran.index(name) if name in ran else len(ran)):
-        first.setdefault(name.rpartition(".")[0], name)
-    return [name for name in names if name in first.values()]
+        parent, _, last = name.rpartition(".")
+        if last.isdecimal() or isinstance(module.get_submodule(name), nn.MultiheadAttention):
+            layers.add(name)
+        else:
+            first.setdefault(parent, name)
+    return [name for name in names if name in layers or name in first.values()]
 
 
 def _order(trial: Trial) -> list[str]:

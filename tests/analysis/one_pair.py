@@ -35,12 +35,12 @@ def prompts_of(
 ) -> Prompts:
     """Prompts about these coordinates, whose targets lie so far above what the model predicts.
 
-    No two of at most 196 are equal: each has its own factor on x, plus or minus a power of 2, and the inverse on y, so that
-    the products are the same.
+    No two of at most 198 about one coordinate are equal: each has its own factor on x, plus or minus a power of 2, and the
+    inverse on y, so that the products are the same.
     """
     x = torch.eye(2, dtype=torch.float64)[about]
-    number = torch.arange(len(x), dtype=torch.float64)[:, None, None]
-    factor = (1 - 2 * (number % 2)) * 2.0 ** (number // 2 - len(x) // 4)
+    number = torch.tensor([about[:i].count(each) for i, each in enumerate(about)]).double()
+    factor = ((1 - 2 * (number % 2)) * 2.0 ** (number // 2 - 49))[:, None, None]
     zero = torch.zeros(len(x), 1).double()
     prompts = Prompts(
         factor * x[:, None], 1 / factor, x, zero, zero, torch.zeros(len(x), 2, 1).double()

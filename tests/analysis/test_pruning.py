@@ -151,9 +151,9 @@ def test_the_pruned_model_is_saved(checkpoint, many, tmp_path):
 
 
 def test_a_rise_that_few_prompts_carry_is_read_by_its_median():
-    """Of 196 prompts two, about the first coordinate, hang on head 0, one in each half."""
+    """Of 200 prompts two, about the first coordinate, hang on head 0, one in each half."""
     model = layer_of([[30.0, 0.1], [0.0, 1.0]])
-    prompts = prompts_of(model, ([0] + [1] * 97) * 2, torch.linspace(0.5, 1, 196).double()[:, None])
+    prompts = prompts_of(model, ([0] + [1] * 99) * 2, torch.linspace(0.5, 1, 200).double()[:, None])
     found = ablate(model, prompts, what="heads")
     assert found.carried_by_few.tolist() == [[True, False]]
     assert found.grid("median_rise")[0, 0] < found.rise[0, 0] / 10

@@ -236,6 +236,7 @@ class SumsOutside(nn.Module):
 @pytest.mark.slow
 def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
     hooked = hook_module(made(SumsOutside), task=TASK)
+    assert hooked.outputs == ("attention.0", "attention.1")
     for analysis in (probe, partial(prune, refit=True), p_probe_of):
         with pytest.raises(ValueError, match="a sum with the stream stands outside"):
             analysis(hooked, prompts)

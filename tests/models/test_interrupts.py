@@ -11,7 +11,7 @@ from torch import Tensor
 from mechinterp import load, sample_prompts
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.hooked.hooks import hooks_on
+from mechinterp.models.hooked.contexts import hooks_on
 from mechinterp.models.hooked.runner import masked
 from mechinterp.models.run.predictor import predictor_of
 from tests.deep_models import random_gpt2

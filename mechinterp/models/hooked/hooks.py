@@ -6,9 +6,8 @@ HookedTransformer's older names of moved points work too.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,10 @@ from transformer_lens import ActivationCache, FactoredMatrix, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice, composition_scores
 
-from mechinterp.interrupts import uninterrupted
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.blocks import Unembed
 from mechinterp.models.hooked.config import HookedConfig
+from mechinterp.models.hooked.contexts import Context, Hooks
 from mechinterp.models.hooked.masks import lock_of
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
 """Points that TransformerLens 4 has in the attention, and HookedTransformer in the layer."""
-
-Hooks = Sequence[tuple[str | Callable[[str], bool], Callable]]
 
 
 class HookError(ValueError, AssertionError, KeyError):
@@ -44,72 +41,6 @@ class HookError(ValueError, AssertionError, KeyError):
     __str__ = Exception.__str__  # KeyError's __str__ would quote the text
 
 
-@dataclass(eq=False)
-class Context:
-    """A block with hooks on a model."""
-
-    ends: bool
-    """True: the hooks are on until the end of the block. False: they stay, as the user wants."""
-    open: bool = True
-    """False: the block has ended, and its hooks do nothing."""
-    entered: bool = False
-
-    def scoped(self, hooks: list[tuple]) -> list[tuple]:
-        """The hooks, which do nothing once the block has ended."""
-        if not self.ends:
-            return hooks
-        return [(name, partial(_while_open, self, hook)) for name, hook in hooks]
-
-    @contextmanager
-    def of(self, model: Any, added: AbstractContextManager) -> Iterator[None]:
-        """Block of `added`, TransformerLens' own, which puts scoped hooks on the model and takes them off.
-
-        Ctrl-C waits meanwhile, and hooks that an interrupted block left on come off first.
-        """
-        try:
-            with uninterrupted():
-                remove_ended(model)
-                added.__enter__()
-                self.entered = True
-            yield
-        finally:
-            self.open = False
-            with uninterrupted():
-                if self.entered:
-                    added.__exit__(None, None, None)
-
-
-def _while_open(context: Context, function: Callable, value: Any, hook: HookPoint) -> Any:
-    return function(value, hook=hook) if context.open else None
-
-
-def _has_ended(hook: object) -> bool:
-    """True for a hook of a block that has ended."""
-    return isinstance(hook, partial) and hook.func is _while_open and not hook.args[0].open
-
-
-def remove_ended(model: Any) -> None:
-    """Take off the hooks whose blocks have ended, as an interrupt may leave them on; all others stay."""
-    for point in model.hook_dict.values():
-        for handles in (point.fwd_hooks, point.bwd_hooks):
-            for handle in [each for each in handles if _has_ended(each.user_hook)]:
-                handle.hook.remove()
-                handles.remove(handle)
-
-
-@contextmanager
-def hooks_on(model: Any, hooks: Hooks) -> Iterator[None]:
-    """Block with forward hooks on a hooked model or a TransformerLens Bridge; an interrupt leaves none that counts."""
-    with lock_of(model):
-        if isinstance(model, CheckedHooks):
-            block: AbstractContextManager = model.hooks(fwd_hooks=hooks)
-        else:
-            context = Context(ends=True)
-            block = context.of(model, model.hooks(fwd_hooks=context.scoped(list(hooks))))
-        with block:
-            yield
-
-
 class CheckedHooks(HookedRootModule):
     """A hooked model that refuses hooks on points that do not exist or are switched off.
 
@@ -118,6 +49,8 @@ class CheckedHooks(HookedRootModule):
     """
 
     cfg: HookedConfig
+    scopes_hooks = True
+    """Hooks of a block that an interrupt leaves on do nothing, see `hooks`."""
 
     @contextmanager
     def hooks(

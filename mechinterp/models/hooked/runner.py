@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.hooked.hooks import Hooks, hooks_on, remove_ended
+from mechinterp.models.hooked.contexts import Hooks, hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
     Values,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.hook_points import HookPoint
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.followed import Heads
@@ -123,6 +122,9 @@ def _values_point(hooked: HookedPredictor, layer: int) -> Iterator[str]:
     if name in hooked.model.hook_dict or not isinstance(heads, Heads):
         yield name
         return
+    # Imported here, because it is slow to import.
+    from transformer_lens.hook_points import HookPoint
+
     heads.add_module("hook_v", HookPoint())
     hooked.model.setup()
     try:

@@ -52,7 +52,16 @@ ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
 
 
 def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-    """Weighted average of the values for each head and row."""
+    """Weighted average of the values for each head and row, by torch's own kernel where that is possible."""
+    n_keys = k.shape[1] - (model.context_only and not model.attend_to_self)
+    if _can_fuse(model, n_keys):
+        reads = None if model.context_only else readable_keys(n_keys, model, device=k.device)[rows]
+        return fused_softmax(q, k[:, :n_keys], v[:, :n_keys], reads)
+    return attend_by_patterns(q, k, v, model, rows)
+
+
+def attend_by_patterns(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
+    """Weighted average of the values for each head and row, by operations that torch.func maps and differentiates."""
     if model.score in LINEAR and model.context_only:
         # q (k^T v): no attention weights are needed.
         keys, n_pairs = slice(0, None if model.attend_to_self else -1), k.shape[1] - 1
@@ -60,10 +69,6 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Que
         number = {"linear": 1, "linear/L": k.shape[1], OVER_PAIRS: n_pairs}[model.score]
         factor = model.score_slope / max(number, 1)
         return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
-    n_keys = k.shape[1] - (model.context_only and not model.attend_to_self)
-    if _can_fuse(model, n_keys):
-        reads = None if model.context_only else readable_keys(n_keys, model, device=k.device)[rows]
-        return fused_softmax(q, k[:, :n_keys], v[:, :n_keys], reads)
     pattern = pattern_of(q, k, model, rows)
     return einsum(pattern, v, AVERAGE)
 

@@ -22,7 +22,6 @@ from mechinterp.models.hooked.runner import (
     masked,
     query_positions,
 )
-from mechinterp.models.run.exact import patterns
 from mechinterp.progress import progress
 
 
@@ -122,7 +121,11 @@ def query_patterns(
 ) -> Float[Tensor, "layer batch head key"]:
     """Attention weights of the query in every layer, exact ones for layers that are linear in their values and have no
     hook on a pattern; layers with fewer keys are padded with zeros."""
-    rows, chunks = _query_rows(hooked, prompts[:1]), []
+    # Imported here, because it loads TransformerLens.
+    from mechinterp.models.run.exact import patterns
+
+    chunks = []
+    rows = _query_rows(hooked, prompts[:1])
     for some in hooked.chunks(prompts, CHUNK):
         every = patterns(hooked, prompts[some])
         parts = [pattern[:, :, row] for pattern, row in zip(every, rows, strict=True)]

@@ -22,7 +22,7 @@ def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Que
         tensor([1., 1.])
     """
     if not (model.context_only and is_compiled(model.score, q)):
-        return weights_alone.attend(q, k, v, model, rows)
+        return weights_alone.attend_by_patterns(q, k, v, model, rows)
     n_keys = k.shape[1] - (not model.attend_to_self)
     attention = Attention(model.score, model.score_slope, n_keys)
     return _Attended.apply(q, k, v, attention)
