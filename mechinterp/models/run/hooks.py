@@ -124,8 +124,9 @@ def query_patterns(
     # Imported here, because it loads TransformerLens.
     from mechinterp.models.run.exact import patterns
 
+    one = prompts[:1]
+    rows = _query_rows(hooked, one, patterns(hooked, one))
     chunks = []
-    rows = _query_rows(hooked, prompts[:1])
     for some in hooked.chunks(prompts, CHUNK):
         every = patterns(hooked, prompts[some])
         parts = [pattern[:, :, row] for pattern, row in zip(every, rows, strict=True)]
@@ -189,9 +190,10 @@ def _by_layer(
     return torch.cat(chunks, dim=1)
 
 
-def _query_rows(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
+def _query_rows(
+    hooked: HookedPredictor, prompts: Prompts, every: Sequence[Float[Tensor, "batch head row key"]]
+) -> list[int]:
     """Row of the query in each pattern: the last row if the stream is unknown and each input position has a row."""
-    every = patterns(hooked, prompts)
     try:
         return query_positions(hooked, prompts)[:-1]
     except NoStreamError:
