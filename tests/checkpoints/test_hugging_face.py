@@ -8,7 +8,6 @@ from torch import nn
 
 from mechinterp import TaskConfig, ablate, attention_patterns, hook_module
 from mechinterp.icl.prompts import draw_prompts
-from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, context_length=6)
 SIZES = {
@@ -88,12 +87,8 @@ def test_rises_and_patterns_are_those_of_the_model_itself(family):
             rises.append(risk() - full)
             mask.remove()
     np.testing.assert_allclose(ablate(hooked, prompts, what="heads").rise.ravel(), rises, **close)
-    if points == SINK:
-        with refused("hook_pattern", "over 8 keys"):
-            attention_patterns(hooked, prompts)
-        return
     expected = torch.cat(model.run(prompts.tokens).attentions, dim=1)[:, :, -1]
     patterns = attention_patterns(hooked, prompts, shown=len(prompts)).pattern
     np.testing.assert_allclose(patterns, expected, **close)
     there = "".join(x for x in "qkv" if f"blocks.1.attn.hook_{x}" in hooked.model.hook_dict)
-    assert there == points
+    assert there == ("" if points == SINK else points)

@@ -143,7 +143,7 @@ def a_thread_that_edits() -> bool:
     def edit() -> None:
         while not stop.is_set():
             with torch.no_grad():
-                checkpoint.model.blocks[0].attn.W_O.mul_(1.0001)
+                checkpoint.model.blocks[0].attn.W_O.neg_()  # any number of edits leaves its size
 
     thread = threading.Thread(target=edit)
     thread.start()

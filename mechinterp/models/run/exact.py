@@ -71,9 +71,15 @@ def exact_attention(hooked: HookedPredictor, prompts: Prompts, layer: int) -> Pa
             columns = torch.arange(stop - start, device=own.device)
             one_hot[:, start + columns, :, columns] = 1
             found[..., start:stop] = outputs(one_hot)[..., : stop - start].permute(0, 2, 1, 3)
-        other = _random_like(own)
+        other = _random_like(own)[:, :, _first_alike(own)]
         _require_linear(found, {"own": (own, z), "random": (other, outputs(other))}, layer)
     return found
+
+
+def _first_alike(values: Float[Tensor, "batch key head d_head"]) -> list[int]:
+    """For each head, the first one with the same values: heads of one group share theirs, at other values too."""
+    heads = values.unbind(2)
+    return [next(i for i, each in enumerate(heads) if torch.equal(each, own)) for own in heads]
 
 
 def _random_like(values: Tensor) -> Tensor:
