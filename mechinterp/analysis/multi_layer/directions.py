@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp.analysis.one_layer.descent import ABSENT
@@ -36,9 +36,9 @@ class Directions:
     prompts: Prompts
     """One prompt for each context and pair of directions, in this order."""
     n_contexts: int
-    query: Float[np.ndarray, " pair"]
+    query: Int[np.ndarray, " pair"]
     """Number of the query's direction."""
-    beta: Float[np.ndarray, " pair"]
+    beta: Int[np.ndarray, " pair"]
     """Number of the task vector's direction."""
     size: float
     """Task vector times query, if both have one direction."""

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.score import Reading
 
 
+@runtime_checkable
 class Labelled(Protocol):
     """A result with a label and the reason for it; a dataclass."""
 
