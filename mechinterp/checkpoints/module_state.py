@@ -179,6 +179,12 @@ def parts_of_module(module: HookedModule) -> ModuleParts:
             paths[block][block in seen].append(path)
         else:
             outside[bool(seen)].append(path)
+    before, after = (len(_norms_and_linear(own, each)[1]) for each in outside)
+    block = places[0].block
+    if len(places) == 1 and (before, after) == (0, 2) and paths[block] == ([], []):
+        # The module is a layer itself, whose block is its attention.
+        paths[block] = outside
+        outside = ([], [])
     blocks = tuple(
         BlockParts(  # type: ignore[misc]
             _numbered(place.output) or place.block,

@@ -342,3 +342,12 @@ def test_a_file_may_state_linear_scores_over_the_pairs(tmp_path):
 
 def square() -> nn.Module:
     return nn.Linear(4, 4, bias=False).double().requires_grad_(False)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_alone_is_proven_with_its_norms_and_mlp(norm_first: bool):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, norm_first=norm_first).eval()
+    weights = proven_weights(hook_module(layer, task=TaskConfig()))
+    assert weights is not None
+    assert (weights.model.norm, weights.model.d_mlp) == ("before" if norm_first else "after", 8)
