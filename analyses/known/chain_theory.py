@@ -1,4 +1,4 @@
-"""What linear theory predicts for a Langevin chain that starts at a quadratic minimum: the length of the run alone makes a bias."""
+"""Linear theory of a Langevin chain that starts at a quadratic minimum: the length of the run alone makes a bias."""
 
 from collections.abc import Mapping
 

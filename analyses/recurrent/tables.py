@@ -18,7 +18,7 @@ def _rows(results: Path) -> pd.DataFrame:
 
 
 def named(results: Path) -> str:
-    """What each model is called, and how far it is from the Bayes learner."""
+    """Label of each model, and its excess risk over the Bayes learner's."""
     rows = [
         (
             row.model,

@@ -1,4 +1,4 @@
-"""What the weights of trained recurrent layers say, beside what their predictions say.
+"""Gates and scalars of trained recurrent layers from their weights, beside those from their predictions.
 
 results/recurrent_weights.csv, the tables of docs/results/recurrent.md. Weights give the gate alpha, the step eta of one
 step of descent or of the delta rule, and the penalty of least squares, all in units of x; `name_algorithm` and `response`

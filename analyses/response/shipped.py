@@ -1,4 +1,4 @@
-"""What shipped models do with their prompts, measured without a label, and whether models of sparse tasks use sparsity.
+"""Responses of shipped models, measured without a label, and the use of sparsity by models of sparse tasks.
 
 results/response_shipped.csv, the table of docs/response.md; `python -m analyses.response.figure` draws the figure of README.
 """

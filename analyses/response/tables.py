@@ -45,7 +45,7 @@ def shipped(results: Path) -> str:
 
 
 def sparse(results: Path) -> str:
-    """Whether the models of sparse tasks use sparsity."""
+    """Use of sparsity by the models of sparse tasks."""
     rows = [
         (
             row.model,

@@ -249,7 +249,7 @@ class Checkpoint(Run):
 
     @property
     def assumed_and_doubt(self) -> dict[str, object]:
-        """What was assumed, with the doubt if there is one, as folders store it."""
+        """Assumed settings, with the doubt if there is one, as folders store them."""
         return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
 
     @property
@@ -291,7 +291,7 @@ class Checkpoint(Run):
                 for ground, settings in grounds.items()
                 if any(name.startswith("model.") for name in settings)
             ]
-            # What may be wrong comes first.
+            # Settings that may be wrong come first.
             first = [f"assumed: {', '.join(assumed)}"] if assumed else []
             doubt = [self.doubt] if self.doubt else []
             origin = "; ".join([*first, *doubt, *settled, f"format {self.format}"])

@@ -246,7 +246,7 @@ def _norms(module: HookedModule, parts: ModuleParts) -> Tried:
 
 
 def _kind_of_norm(part: nn.Module) -> tuple[bool, float] | None:
-    """Whether a norm is a root-mean-square norm, and its constant; None if it is neither kind."""
+    """Kind of a norm (True: by root mean square) and its constant; None if it is neither kind."""
     weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1:
         return None

@@ -108,6 +108,7 @@ def task_vectors(
 
 @lru_cache(maxsize=8)
 def pool_of(task: VectorLaw) -> Float[Tensor, "task d_x d_y"]:
+    """Task vectors of a pool, float64 on the CPU; drawn in blocks, so that a smaller pool is the beginning of a larger one."""
     assert task.n_tasks is not None
     n_vectors = 1 if task.shared_beta else task.d_y
     blocks = []

@@ -30,7 +30,7 @@ Tokens = Float[Tensor, "batch key head"]
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What the tokens of each prompt write into the states of the heads of one layer."""
+    """Keys, values and gates by which the tokens of each prompt change the states of a layer's heads."""
 
     rule: str
     """Score of the model: "gated", "delta", "gated_delta" or "mesa"."""
@@ -102,7 +102,7 @@ class Memory:
 
     @cached_property
     def _written(self) -> Float[Tensor, "batch head key d_value"]:
-        """What each token adds to the state in the direction of its key: v, or what is new in it."""
+        """Value that each token adds to the state in the direction of its key: v, or the part of it that is new."""
         v = self.v.transpose(1, 2)
         if self.beta is None:
             return v

@@ -164,7 +164,7 @@ def _started(file: Path, models: Models, start: Checkpoint | None, device: str) 
 
 
 def origin_of(start: Checkpoint) -> dict[str, object]:
-    """What a model says of the checkpoint that its training started from."""
+    """Origin of a model whose training started from a checkpoint, as its folder stores it."""
     return {**start.origin, "started_from": start.name, "started_at_step": start.step}
 
 

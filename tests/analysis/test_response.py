@@ -1,6 +1,6 @@
 """What the response measures of learners whose filter, gate, order and coordinates are known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from analyses.response.families import filtered, read, stepped
 from mechinterp.analysis.response.beside import bayes_of, sign_vectors, sparse_posterior
 from mechinterp.analysis.response.response import Response, response
 from mechinterp.config import TaskConfig
@@ -22,41 +23,6 @@ from mechinterp.models.weights import Weights
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.1, beta_var=0.2)
 SMALL = TaskConfig(d_x=3, context_length=8, noise_var=0.1, beta_var=1 / 3)
 Learner = Callable[[Prompts], Tensor]
-
-
-def moments(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """S = X^T X / L and X^T y / L."""
-    context = prompts.x.shape[1]
-    return prompts.x.mT @ prompts.x / context, prompts.x.mT @ prompts.y / context
-
-
-def read(prompts: Prompts, beta: Tensor) -> Tensor:
-    return (prompts.x_query[:, None] @ beta)[:, 0]
-
-
-def descent(etas: Sequence[float], matrix: Tensor | None = None) -> Learner:
-    """Gradient descent from zero, one step size per step, preconditioned by a matrix."""
-
-    def predict(prompts: Prompts) -> Tensor:
-        S, b = moments(prompts)
-        P = torch.eye(prompts.x.shape[2]) if matrix is None else matrix
-        beta = torch.zeros_like(b)
-        for eta in etas:
-            beta = beta + eta * P.to(b) @ (b - S @ beta)
-        return read(prompts, beta)
-
-    return predict
-
-
-def filtered(phi: Callable[[Tensor], Tensor]) -> Learner:
-    """Learner with a given filter over the eigenvalues of S."""
-
-    def predict(prompts: Prompts) -> Tensor:
-        S, b = moments(prompts)
-        s, vectors = torch.linalg.eigh(S)
-        return read(prompts, vectors @ (phi(s)[..., None] * (vectors.mT @ b)))
-
-    return predict
 
 
 def delta_rule(eta: float, gate: float = 1.0) -> Learner:
@@ -102,7 +68,7 @@ def left(found: Response, form: str) -> float:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_descent_is_a_polynomial_of_its_own_degree(steps: int) -> None:
     etas = [0.3, 0.5, 0.4][:steps]
-    found = response(descent(etas), task=TASK, n_prompts=256)
+    found = response(stepped(etas), task=TASK, n_prompts=256)
     names = ["1 step", "2 steps", "3 steps", "4 steps"]
     rows = found.forms.set_index("form").loc[names]
     assert (rows["left"] > 3 * rows["left_sem"])[: steps - 1].all()
@@ -171,7 +137,7 @@ def test_filters_of_curvature_corrected_descent_and_newton() -> None:
 @pytest.mark.slow
 def test_preconditioned_descent_is_a_filter_in_its_own_coordinates() -> None:
     matrix = torch.diag(torch.tensor([2.0, 1.5, 1.0, 0.5, 0.25]))
-    learner = descent([0.3, 0.3, 0.3], matrix)
+    learner = stepped([0.3, 0.3, 0.3], matrix)
     plain = response(learner, task=TASK, n_prompts=512, coordinates=None)
     found = response(learner, task=TASK, n_prompts=512)
     assert left(plain, "free") > 0.02 > 5 * left(found, "free")
@@ -215,7 +181,7 @@ def test_recursive_least_squares_interacts_both_ways_and_forgets() -> None:
 
 
 def test_the_mean_of_x_tells_debiased_from_plain_descent() -> None:
-    plain = response(descent([0.88]), task=TASK, n_prompts=256)
+    plain = response(stepped([0.88]), task=TASK, n_prompts=256)
     debiased = response(partial(debiased_gd, eta=0.88), task=TASK, n_prompts=256)
     assert plain.scalar("mean of x")[0] == pytest.approx(0, abs=1e-6)
     assert debiased.scalar("mean of x")[0] == pytest.approx(1, abs=1e-6)

@@ -321,6 +321,8 @@ def test_weights_that_are_computed_from_other_parameters_are_refused_until_they_
     prune.l1_unstructured(attention, "W_V", amount=0.5)
     with refused("W_V", "prune.remove"):
         checkpoint.weights  # noqa: B018
+    with refused("W_V", "prune.remove"):
+        predictor_of(checkpoint)
     prune.remove(attention, "W_V")
     assert torch.equal(checkpoint.weights.W_V[0], attention.W_V)
     assert not torch.equal(checkpoint.weights.W_V, old)

@@ -31,6 +31,9 @@ def interrupted(work: Callable[[], object], at: int) -> bool:
             signal.raise_signal(signal.SIGINT)
         return count
 
+    # Other tests of the process may have set a handler, and an interrupt inside of torch.no_grad leaves gradients off.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with_gradients = torch.is_grad_enabled()
     try:
         sys.settrace(count)
         work()
@@ -38,6 +41,8 @@ def interrupted(work: Callable[[], object], at: int) -> bool:
         return True
     finally:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, handler)
+        torch.set_grad_enabled(with_gradients)
     return False
 
 

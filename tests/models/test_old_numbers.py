@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from mechinterp import TaskConfig, hook_module, load, sample_prompts
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -212,13 +211,6 @@ def test_no_old_number_comes_back(way: str):
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_of_another_seed_give_its_numbers(assign: bool):
     assert another_seed(assign=assign)
-
-
-def test_a_pruned_parameter_is_refused():
-    checkpoint, prompts = built()
-    prune.l1_unstructured(checkpoint.model.blocks[0].attn, "W_O", 0.5)
-    with refused("W_O"):
-        predictor_of(checkpoint).predict(prompts)
 
 
 def test_a_folder_after_an_edit_has_the_edited_model_and_no_part_of_another(tmp_path: Path):

@@ -1,10 +1,9 @@
 """Name of the algorithm that the layers of a model carry out, and what keeps every other algorithm from being it.
 
 Each algorithm of `icl.algorithms` is fitted to the prediction after every layer, and to the last prediction. It is out if
-(1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains more, or
-(4) the rest is another learner and not noise, or (5) the model does not go with it along some direction of the task vector.
-If one algorithm is left for the layers, it is the label. Otherwise the
-label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
+(1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains more, (4) the rest
+is another learner and not noise, or (5) the model does not go with it along some direction of the task vector. If one
+algorithm is left for the layers, it is the label. Otherwise the label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction. The label must
 stand on resampled prompts. `to_frame()` has a row for each learner, with the cell `why_not`.
 
 Reading order: `measure` collects the numbers, `decide` applies the rules (`_judged` and the functions below it),
@@ -865,7 +864,10 @@ def _asked(
     subject: Subject, gate: Gate | None, tests: Mapping[str, Identity]
 ) -> tuple[Algorithm, ...]:
     """Algorithms that are fitted: along the pairs or not, as the response says; all, for a function that another order changes
-    but whose response is none along the pairs. Adaptive ridge only for a task of several noise levels, and for a function that is not linear in y."""
+    but whose response is none along the pairs.
+
+    Adaptive ridge is asked for a task of several noise levels, and for a function whose predictions do not scale with y.
+    """
     members = candidates_of(subject.task)
     a_set = ORDER in tests and tests[ORDER].mismatch() <= ROUNDING
     if gate is not None and (gate.along or not subject.is_function):

@@ -78,7 +78,7 @@ def doubt_of(case: Case, readings: Sequence[Reading] = ()) -> str:
 
 
 def in_doubt(case: Case) -> str:
-    """What is in doubt: the task only if the user does not state it whole."""
+    """Subject of the doubt: the task only if the user does not state it whole."""
     return READ_IN_DOUBT if _law_is_stated(case) else IN_DOUBT
 
 

@@ -52,14 +52,7 @@ class Attention(nn.Module):
         self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """Sum of the heads' outputs. If a norm is given, the heads read the residual stream through it."""
-        for_q, for_k, for_v = self._inputs(resid, nn.Identity() if norm is None else norm)
-        q = self.hook_q(self._project(for_q, "Q"))
-        k = self.hook_k(self._project(for_k, "K"))
-        v = self.hook_v(self._project(for_v, "V"))
-        if self.cfg.model.rotary_dim is not None:
-            q = self.hook_rot_q(rotated(q, self.cfg.model))
-            k = self.hook_rot_k(rotated(k, self.cfg.model))
-
+        q, k, v, _ = self._projections(resid, norm)
         products = "batch query head d_head, batch key head d_head -> batch head query key"
         scores = self.cfg.scale * einsum(q, k, products)
         # No stored mask: a context longer than any in training is masked in the same way.
@@ -71,6 +64,19 @@ class Attention(nn.Module):
         pattern = self.hook_pattern(pattern)
         averages = "batch head query key, batch key head d_head -> batch query head d_head"
         return self._write(self.hook_z(einsum(pattern, v, averages)))
+
+    def _projections(
+        self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated if they are, values, and what the keys read."""
+        for_q, for_k, for_v = self._inputs(resid, nn.Identity() if norm is None else norm)
+        q = self.hook_q(self._project(for_q, "Q"))
+        k = self.hook_k(self._project(for_k, "K"))
+        v = self.hook_v(self._project(for_v, "V"))
+        if self.cfg.model.rotary_dim is not None:
+            q = self.hook_rot_q(rotated(q, self.cfg.model))
+            k = self.hook_rot_k(rotated(k, self.cfg.model))
+        return q, k, v, for_k
 
     def _write(self, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:
         """Sum of the heads' outputs for their weighted averages."""

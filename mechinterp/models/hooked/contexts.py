@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 from mechinterp.interrupts import uninterrupted
-from mechinterp.models.hooked.masks import lock_of
-
-Hooks = Sequence[tuple[str | Callable[[str], bool], Callable]]
+from mechinterp.models.hooked.masks import Hook, lock_of
 
 
 @dataclass(eq=False)
@@ -66,7 +64,7 @@ def remove_ended(model: Any) -> None:
 
 
 @contextmanager
-def hooks_on(model: Any, hooks: Hooks) -> Iterator[None]:
+def hooks_on(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """Block with forward hooks on a hooked model or a TransformerLens Bridge; an interrupt leaves none that counts."""
     with lock_of(model):
         if getattr(model, "scopes_hooks", False):

@@ -21,7 +21,7 @@ CURES = {
     "inplace": "write x = x + y in forward, not x += y",
     "numpy": "use torch in forward, not numpy",
 }
-"""What to change in a module, by words of torch's error."""
+"""Cure in a module, by words of torch's error."""
 
 
 @contextmanager

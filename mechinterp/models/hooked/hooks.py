@@ -6,7 +6,7 @@ HookedTransformer's older names of moved points work too.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ from transformer_lens.utilities import Slice, composition_scores
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.blocks import Unembed
 from mechinterp.models.hooked.config import HookedConfig
-from mechinterp.models.hooked.contexts import Context, Hooks
-from mechinterp.models.hooked.masks import lock_of
+from mechinterp.models.hooked.contexts import Context
+from mechinterp.models.hooked.masks import Hook, lock_of
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge.composition_scores import CompositionScores
@@ -55,8 +55,8 @@ class CheckedHooks(HookedRootModule):
     @contextmanager
     def hooks(
         self,
-        fwd_hooks: Hooks = (),
-        bwd_hooks: Hooks = (),
+        fwd_hooks: Sequence[Hook] = (),
+        bwd_hooks: Sequence[Hook] = (),
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator["CheckedHooks"]:
@@ -81,7 +81,9 @@ class CheckedHooks(HookedRootModule):
         with lock_of(self):
             return super().__call__(*args, **kwargs)
 
-    def _on_points(self, hooks: Hooks) -> list[tuple[str | Callable[..., Any], Callable[..., Any]]]:
+    def _on_points(
+        self, hooks: Sequence[Hook]
+    ) -> list[tuple[str | Callable[..., Any], Callable[..., Any]]]:
         return [(name, hook) for pick, hook in hooks for name in self._points(pick)]
 
     def add_hook(

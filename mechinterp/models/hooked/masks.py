@@ -32,7 +32,9 @@ def lock_of(model: object) -> AbstractContextManager:
 METHODS = ("zero", "mean", "resample")
 Head = tuple[int, int]
 """(layer, head), counted from 0."""
-Hooks = list[tuple[str | Callable, Callable]]
+Hook = tuple[str | Callable, Callable]
+"""Name of a hook point, or a function that selects names, and the function that is called there."""
+Hooks = list[Hook]
 Values = Sequence[Tensor] | Tensor
 """Replacement for z by layer, [pos, head, d_head], optionally with a leading axis of prompts."""
 

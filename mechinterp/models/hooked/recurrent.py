@@ -8,7 +8,6 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.config.model import gate_shapes
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.config import zeros
-from mechinterp.models.layers import rotated
 from mechinterp.models.recurrence import Memory, memory_of, written_before
 
 
@@ -38,13 +37,7 @@ class RecurrentAttention(Attention):
         self, resid: Float[Tensor, "batch pos d_model"], norm: nn.Module | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
         """Sum of the heads' outputs. If a norm is given, the heads read the residual stream through it."""
-        for_q, for_k, for_v = self._inputs(resid, nn.Identity() if norm is None else norm)
-        q = self.hook_q(self._project(for_q, "Q"))
-        k = self.hook_k(self._project(for_k, "K"))
-        v = self.hook_v(self._project(for_v, "V"))
-        if self.cfg.model.rotary_dim is not None:
-            q = self.hook_rot_q(rotated(q, self.cfg.model))
-            k = self.hook_rot_k(rotated(k, self.cfg.model))
+        q, k, v, for_k = self._projections(resid, norm)
         q = self.cfg.scale * q
         memory = self._memory(k, v, for_k)
         n_written = written_before(resid.shape[1], self.cfg.model)

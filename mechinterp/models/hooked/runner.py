@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import chunks, layers_bytes, require_memory, together
-from mechinterp.models.hooked.contexts import Hooks, hooks_on, remove_ended
+from mechinterp.models.hooked.contexts import hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
+    Hook,
+    Hooks,
     Values,
     by_layers,
     lock_of,
@@ -178,13 +180,13 @@ class HookedPredictor:
                 self.require_z(layer, cache[z_name(layer)])
         return output, [cache[name] for name in names]
 
-    def run(self, inputs: Tensor, hooks: Hooks = (), **options: Any) -> Any:
+    def run(self, inputs: Tensor, hooks: Sequence[Hook] = (), **options: Any) -> Any:
         """Output of the model for its own input, with forward hooks that an interrupt takes off."""
         with hooks_on(self.model, hooks):
             return self.model(inputs, **options)
 
     def run_noting(
-        self, inputs: Tensor, names: Iterable[str], hooks: Hooks = (), **options: Any
+        self, inputs: Tensor, names: Iterable[str], hooks: Sequence[Hook] = (), **options: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """Output of the model and the values at some hook points, with other hooks applied first."""
         noted: dict[str, Tensor] = {}

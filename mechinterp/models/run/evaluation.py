@@ -361,7 +361,7 @@ def require_prompts(prompts: object, analysis: str = "", *, name: str = "prompts
 
 
 def _described(given: object) -> tuple[str, str]:
-    """What an argument is that should be prompts, and what to type instead."""
+    """Kind of an argument that should be prompts, and the call to type instead."""
     kind = type(given).__name__
     if isinstance(given, TaskConfig):
         return f"a task ({kind})", "a task is task="

@@ -313,11 +313,11 @@ class _Layer:
         return self._memory(k, v, read).read(self.weights.scale * q, range(asking.shape[1]))
 
     def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
-        """What the heads read of the stream."""
+        """Stream as the heads read it."""
         return self._normed("ln1", stream) if self.weights.model.norm == "before" else stream
 
     def _memory(self, k: Keys, v: Keys, read: Tensor) -> Memory:
-        """What the tokens write into the states of a recurrent layer."""
+        """Writes of the tokens into the states of a recurrent layer."""
         gates = {name: self.named(f"attn.{name}") for name in GATE_TENSORS}
         own = {name: tensor for name, tensor in gates.items() if tensor is not None}
         return memory_of(self.weights.model.score, k, v, read, own)
