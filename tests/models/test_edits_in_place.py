@@ -322,7 +322,7 @@ def test_weights_that_are_computed_from_other_parameters_are_refused_until_they_
     with refused("W_V", "prune.remove"):
         checkpoint.weights  # noqa: B018
     with refused("W_V", "prune.remove"):
-        predictor_of(checkpoint)
+        predictor_of(checkpoint).predict(sample_prompts(checkpoint, 8))
     prune.remove(attention, "W_V")
     assert torch.equal(checkpoint.weights.W_V[0], attention.W_V)
     assert not torch.equal(checkpoint.weights.W_V, old)
