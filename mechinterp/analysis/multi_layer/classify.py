@@ -25,7 +25,9 @@ from mechinterp.analysis.classified import (
 )
 from mechinterp.analysis.labels import ALGORITHMS, ALGORITHMS_RANGE, NO_LABEL
 from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
-from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.multi_layer.naming_result import Naming
+from mechinterp.analysis.multi_layer.naming_rules import UNSTRUCTURED, Limits
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
 from mechinterp.analysis.result import HEADS, Table, records, tables_of
 from mechinterp.analysis.stats import best_factor
