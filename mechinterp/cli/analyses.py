@@ -127,6 +127,7 @@ def show(
     """
     from mechinterp.analysis.over_steps import over_steps as at_every_step
     from mechinterp.analysis.registry import analysis_of, run_analysis
+    from mechinterp.checkpoints.foreign.agreed import Labelled, readings_note
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
@@ -151,5 +152,6 @@ def show(
         say_json(to_json(title, checkpoint, result) | request.note)
         return
     text = to_text(title, result, wide=request.wide)
-    # First a line on why the file may have been read wrongly, if there is a reason.
-    say_of(path, f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text)
+    # First why the file may have been read wrongly, and whose reading the numbers are; a label has the readings in its reason.
+    note = "" if isinstance(result, Labelled) else readings_note(checkpoint)
+    say_of(path, "\n".join(filter(None, (checkpoint.doubt, note, text))))

@@ -50,6 +50,7 @@ from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.response.response import response
 from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
+from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm
@@ -88,6 +89,9 @@ def name_algorithm(
 ) -> Naming:
     """The algorithm that the layers of a model carry out, and the learner of its last prediction.
 
+    If a file or module leaves settings open, every reading with a low enough loss is named. If the labels differ, the answer
+    is "undetermined", and its reason has the readings and the option that decides.
+
     Args:
         source: Model; or function from prompts to predictions [batch, d_y], or [layer, batch, d_y] after every layer,
             which needs a task.
@@ -113,8 +117,16 @@ def name_algorithm(
     """
     source = by_weights(source)
     law = task_for(source, task, "name_algorithm", prompts)
-    given = law.prompts if isinstance(law, PromptsTask) else None
-    subject = Subject.of(source, law)
+
+    def named(each: Source | Learner) -> Naming:
+        return _on_enough(Subject.of(each, law), n_prompts, seed)
+
+    return over_readings(source, named, (law.d_x, law.d_y))
+
+
+def _on_enough(subject: Subject, n_prompts: int, seed: int) -> Naming:
+    """The algorithm of one reading, on as many prompts as the label needs to stand."""
+    given = subject.task.prompts if isinstance(subject.task, PromptsTask) else None
     n_prompts = n_prompts if given is None else len(given)
     members = candidates_of(subject.task)
     scalars = max(len(each.names(subject.n_layers)) for each in members)

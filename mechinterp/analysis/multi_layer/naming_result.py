@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -13,12 +13,20 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.multi_layer.fits import FitScores
-from mechinterp.analysis.multi_layer.naming_rules import REASONS, UNDETERMINED, Measured, Named
+from mechinterp.analysis.multi_layer.naming_rules import (
+    REASONS,
+    UNDETERMINED,
+    Measured,
+    Named,
+    WhyNot,
+)
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.display import Result
 
+UNSURE = ("frequency", "readings")
+"""Rules that keep a label from standing although it is the one that the numbers earn."""
 OWN = 0
 """Column of the last prediction at the model's own length."""
 
@@ -47,6 +55,8 @@ class Naming(Named, Result):
     """Standard errors over prompts of the scalars of a label without steps; empty for other labels."""
     left_out: str = ""
     """Parts that need the law of given prompts, if it is not known."""
+    of_readings: str = ""
+    """Reason of the label of a file with several readings; empty if the reason is that of this reading."""
 
     COLUMNS: ClassVar = {
         "learner": "Algorithm by its label, or algorithm with a scaled read-out, which gives no label.",
@@ -72,6 +82,22 @@ class Naming(Named, Result):
 
     def __repr__(self) -> str:
         return f"Naming({self.label}: {self.reason})"
+
+    def relabelled(self, label: str, reason: str) -> Self:
+        """This answer with the label on which the readings of a file agree, and the reason."""
+        of_readings = reason if reason != self.reason else ""
+        if label == self.label:
+            return replace(self, of_readings=of_readings)
+        why_not = {name: each or WhyNot("readings") for name, each in self.why_not.items()}
+        return replace(
+            self,
+            label=label,
+            function=UNDETERMINED,
+            mechanism=UNDETERMINED,
+            why_not=why_not,
+            scalar_sems=np.zeros(0),
+            of_readings=of_readings,
+        )
 
     @property
     def members(self) -> list[str]:
@@ -119,13 +145,15 @@ class Naming(Named, Result):
     def nearest(self) -> str:
         """The label, or a label that changes with the prompts; else the learner of the last prediction, else the algorithm
         of the largest R²; "" if none was fitted."""
-        unsure = [name for name, each in self.why_not.items() if each and each.rule == "frequency"]
+        unsure = [n for n, each in self.why_not.items() if each and each.rule in UNSURE]
         known = (self.label, *unsure, self.function, *self.order, "")
         return next(name for name in known if name in (*self.members, ""))
 
     @property
     def why(self) -> str:
         """Rule that decided."""
+        if self.of_readings:
+            return "readings"
         if not self.measured.useful:
             scale = self.measured.scale
             return "logit" if scale.two_values else "scale" if scale.helps else "useless"
@@ -137,6 +165,8 @@ class Naming(Named, Result):
     @property
     def reason(self) -> str:
         """One sentence: what decided, with its number, and for "undetermined" what to run next."""
+        if self.of_readings:
+            return self.of_readings
         if not self.measured.useful:
             return self._useless()
         name, reason = self.nearest, self.why_not[self.nearest]

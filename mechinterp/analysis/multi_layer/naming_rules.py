@@ -64,6 +64,7 @@ REASONS = {
         "give a function of prompts that predicts after every layer, or probe the layers (mechinterp probe)",
     ),
     "no steps": ("says nothing about the layers", ""),
+    "readings": ("another reading of the file has another label", ""),
     "frequency": (
         "{value:.0%} of resampled prompts give this label, limit {limit:.0%}",
         "ask on more prompts (n_prompts, --n-prompts)",
