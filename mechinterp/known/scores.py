@@ -1,8 +1,10 @@
 """Scores of other people's methods on the suite; bias and coverage of their estimators of the learning coefficient."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -266,7 +268,8 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     return found
 
 
-Sampler = Callable[[Entry, int], tuple[float, float]]
+Sampler = Callable[..., Any]
+"""Function of an entry and a seed, or of a model with a keyword `seed`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -275,7 +278,7 @@ class Judgement(Result):
 
     sampler: str
     rows: pd.DataFrame
-    """One row per entry and seed: entry, seed, estimate, sem, exact."""
+    """One row per entry and seed: entry, seed, estimate, sem, exact, and gradients, NaN if the sampler does not say."""
 
     def __repr__(self) -> str:
         total = self.summary().iloc[-1]
@@ -289,15 +292,15 @@ class Judgement(Result):
         return self.rows.copy()
 
     def summary(self) -> pd.DataFrame:
-        """One row per entry and one for all: mean relative error with its standard error, and the fraction of estimates
-        within 1 and 2 of their own standard errors (a right one: 68% and 95%)."""
+        """One row per entry and one for all: mean relative error with its standard error, the fraction of estimates
+        within 1 and 2 of their own standard errors (a right one: 68% and 95%), and the mean number of gradients."""
         rows = self.rows
         error = rows["estimate"] - rows["exact"]
         within = {f"within_{n}": (error.abs() <= n * rows["sem"]).astype(float) for n in (1, 2)}
-        scored = rows[["entry", "exact"]].assign(bias=error / rows["exact"], **within)
+        scored = rows[["entry", "exact", "gradients"]].assign(bias=error / rows["exact"], **within)
         every = scored.assign(entry="all", exact=np.nan)
         grouped = pd.concat([scored, every]).groupby("entry", sort=False)
-        frame = grouped[["exact", "bias", *within]].mean()
+        frame = grouped[["exact", "bias", *within, "gradients"]].mean()
         frame.insert(2, "bias_sem", grouped["bias"].sem())
         frame["estimates"] = grouped["bias"].count()
         return frame.reset_index()
@@ -316,16 +319,18 @@ class Judgement(Result):
 def judge_sampler(
     sampler: Sampler, entries: Suite | None = None, *, seeds: Sequence[int] = range(4)
 ) -> Judgement:
-    """Bias and coverage of an estimator of the learning coefficient, on entries whose coefficient is known.
+    """Bias, coverage and cost of an estimator of the learning coefficient, on entries whose coefficient is known.
 
     Args:
-        sampler: Function of an entry and a seed that gives the estimate and its standard error. `entry.module` has the
-            parameters that count, `entry.loss(module, batch)` the loss, and `entry.loss(module)` the exact one.
+        sampler: Function of an entry and a seed that gives the estimate and its standard error, and if known the number of
+            gradients. `entry.module` has the parameters that count, `entry.loss(module, batch)` the loss, and
+            `entry.loss(module)` the exact one. Or a function of a model with the keyword `seed`, such as
+            `local_learning_coefficient`, whose result has `estimate` and `sem`; it gets `entry.checkpoint`.
         entries: The suite; None: version 1 with the trained models of the package.
         seeds: Seeds; each entry is estimated with each.
     Raises:
-        ValueError: If an estimate is no number or an error is negative. NaN is an estimate that was refused, and is
-            never within its error.
+        ValueError: If the answer is something else, an estimate is no number, or an error is negative. NaN is an estimate
+            that was refused, and is never within its error.
     Example:
         >>> from mechinterp.known import suite
         >>> def half_the_parameters(entry, seed):
@@ -336,13 +341,29 @@ def judge_sampler(
     """
     known = suite() if entries is None else entries
     exact = {e: law.value for e in known.values() if (law := e.truth.learning_coefficient)}
-    rows = []
+    own, rows = getattr(sampler, "__name__", type(sampler).__name__), []
     for entry, seed in progress([(e, s) for e in exact for s in seeds], "judging"):
-        estimate, sem = map(float, sampler(entry.without_truth, seed))
+        estimate, sem, gradients = _estimated(sampler, entry.without_truth, seed)
         if sem < 0:
             raise ValueError(f"the standard error for {entry.name} must be >= 0, got {sem}.")
-        rows.append((entry.name, seed, estimate, sem, exact[entry]))
-    name = getattr(sampler, "__name__", type(sampler).__name__)
-    return Judgement(
-        name, pd.DataFrame(rows, columns=["entry", "seed", "estimate", "sem", "exact"])
-    )
+        rows.append((entry.name, seed, estimate, sem, exact[entry], gradients))
+    columns = ["entry", "seed", "estimate", "sem", "exact", "gradients"]
+    return Judgement(own, pd.DataFrame(rows, columns=columns))
+
+
+def _estimated(sampler: Sampler, entry: Entry, seed: int) -> tuple[float, float, float]:
+    """Estimate, standard error and number of gradients; NaN for an unknown number."""
+    taken = signature(sampler).parameters.get("seed")
+    if taken is not None and taken.kind is Parameter.KEYWORD_ONLY:
+        found = sampler(entry.checkpoint, seed=seed)
+        answer = tuple(getattr(found, name, None) for name in ("estimate", "sem"))
+    else:
+        answer = sampler(entry, seed)
+    try:
+        estimate, sem, *rest = map(float, answer)
+        (gradients,) = rest or [math.nan]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a sampler must give (estimate, standard error) or these and the number of gradients, got {answer!r:.80}."
+        ) from None
+    return estimate, sem, gradients
