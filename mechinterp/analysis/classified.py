@@ -2,8 +2,8 @@
 what the model computes, how certain that is, and which learners are ruled out."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import plotly.graph_objects as go
@@ -168,6 +168,10 @@ class Classified(Result):
     """Parts of the result that need the law of the prompts."""
     heads_title: ClassVar[str]
     """Heading above the lines of the heads."""
+
+    def relabelled(self, label: str, reason: str) -> Self:
+        """This result with the label of the whole file, if the file has several readings."""
+        return replace(self, label=label, reason=reason)
 
     @property
     def verdict(self) -> Verdict:

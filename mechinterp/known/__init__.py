@@ -4,7 +4,10 @@ from mechinterp.rooms import names_of
 
 HOMES = {
     "Entry": "mechinterp.known.entries",
+    "Submission": "mechinterp.known.submissions",
     "Suite": "mechinterp.known.entries",
+    "compare_submissions": "mechinterp.known.comparing",
+    "read_submission": "mechinterp.known.submissions",
     "suite": "mechinterp.known.entries",
     "judge_sampler": "mechinterp.known.scores",
     "score": "mechinterp.known.scores",

@@ -18,15 +18,13 @@ from transformer_lens.tools.analysis.interchange import (
 )
 
 from mechinterp.analysis.multi_layer.classify import layered_classification
-from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
-from mechinterp.analysis.multi_layer.naming_scores import (
-    NOISES,
-    ORDER,
-    reflected,
-    relative_risk,
-    rest_of,
-    step_effects,
-)
+from mechinterp.analysis.multi_layer.identities import ORDER
+from mechinterp.analysis.multi_layer.naming import labelled, name_algorithm
+from mechinterp.analysis.multi_layer.naming_prompts import NOISES, relative_risk
+from mechinterp.analysis.multi_layer.naming_result import Naming
+from mechinterp.analysis.multi_layer.naming_rules import Limits
+from mechinterp.analysis.multi_layer.rests import reflected, rest_of
+from mechinterp.analysis.multi_layer.stream import step_effects
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, TaskConfig

@@ -20,7 +20,7 @@ from mechinterp.analysis.classified import (
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
-from mechinterp.analysis.multi_layer.naming import CONTAINED
+from mechinterp.analysis.multi_layer.naming_rules import CONTAINED
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.one_layer.label_rules import Criterion
