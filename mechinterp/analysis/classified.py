@@ -3,7 +3,7 @@ what the model computes, how certain that is, and which learners are ruled out."
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -169,7 +169,7 @@ class Classified(Result):
     heads_title: ClassVar[str]
     """Heading above the lines of the heads."""
 
-    def relabelled(self, label: str, reason: str) -> Self:
+    def relabelled(self, label: str, reason: str) -> "Classified":
         """This result with the label of the whole file, if the file has several readings."""
         return replace(self, label=label, reason=reason)
 

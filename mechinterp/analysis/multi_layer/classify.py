@@ -6,7 +6,7 @@ what breaks when they are masked and not by their circuits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -68,7 +68,7 @@ class LayeredClassification(Classified):
     }
     UNITS: ClassVar = {"y²": ("rise",)}
 
-    def relabelled(self, label: str, reason: str) -> Self:
+    def relabelled(self, label: str, reason: str) -> "LayeredClassification":
         """This result and its algorithm with the label of the whole file, if the file has several readings."""
         algorithm = self.algorithm and self.algorithm.relabelled(label, reason)
         return replace(self, label=label, reason=reason, algorithm=algorithm)
