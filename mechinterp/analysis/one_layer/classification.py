@@ -178,7 +178,8 @@ class Classification(Evidence, Classified):
 
     @property
     def row(self) -> dict[str, object]:
-        """Row of this model in a table of many models: label, labels and scales of the heads, and sums over heads."""
+        """Row of this model in a table of many models: as of every model, and labels and scales of the heads, and sums over
+        heads."""
         mu, active = self.circuits.mu[0].mean(1), np.array(self.labels) != "dummy"
         return {
             **super().row,
@@ -268,7 +269,7 @@ class Classification(Evidence, Classified):
             {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
             for head, label in enumerate(self.labels)
         ]
-        return self.document(heads, self.evidence)
+        return self.document(heads)
 
     def plot(self) -> go.Figure:
         """Numbers behind the label, beside their limits and their ranges under random weights."""
