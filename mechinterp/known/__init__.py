@@ -9,7 +9,7 @@ HOMES = {
     "compare_submissions": "mechinterp.known.comparing",
     "read_submission": "mechinterp.known.submissions",
     "suite": "mechinterp.known.entries",
-    "judge_sampler": "mechinterp.known.scores",
+    "judge_sampler": "mechinterp.known.judging",
     "score": "mechinterp.known.scores",
 }
 
