@@ -155,6 +155,24 @@ def test_the_label_is_the_row_without_a_why_not(exact: Naming):
 
 
 @pytest.mark.slow
+def test_the_numbers_of_a_label_keep_the_limits_that_decide(exact: Naming):
+    numbers = {each.column: each for each in exact.numbers}
+    assert (numbers["r2"].value, numbers["r2"].sem) == exact.explained("gradient_descent")
+    assert numbers["least_layer_r2"].value == path_r2_of(exact, "gradient_descent").min()
+    assert numbers["relative_risk"].value == exact.measured.relative_risk
+    assert numbers["label_frequency"].value == exact.frequency["gradient_descent"] == 1
+    assert numbers["steps_r2"].value == exact.steps.steps_r2.min()
+    scalars = [each.value for each in exact.numbers if each.name == "scalars"]
+    assert scalars == exact.evidence()["scalars"].tolist()
+    limited = [each for each in exact.numbers if each.check is not None]
+    assert {"r2", "least_layer_r2", "progress", "label_frequency"} < {each.name for each in limited}
+    assert all(each.check.holds for each in limited)
+    frame = exact.evidence_frame()
+    assert frame.how.str.len().min() > 0
+    assert frame.value.tolist() == [each.value for each in exact.numbers]
+
+
+@pytest.mark.slow
 def test_at_the_edge_the_label_is_undetermined_with_its_candidates(exact: Naming):
     """Gradient descent of which noise takes off as much as is allowed."""
     path = exact.measured.path

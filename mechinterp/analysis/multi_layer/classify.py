@@ -6,7 +6,7 @@ what breaks when they are masked and not by their circuits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -68,7 +68,7 @@ class LayeredClassification(Classified):
     }
     UNITS: ClassVar = {"y²": ("rise",)}
 
-    def relabelled(self, label: str, reason: str) -> Self:
+    def relabelled(self, label: str, reason: str) -> "LayeredClassification":
         """This result and its algorithm with the label of the whole file, if the file has several readings."""
         algorithm = self.algorithm and self.algorithm.relabelled(label, reason)
         return replace(self, label=label, reason=reason, algorithm=algorithm)
@@ -165,9 +165,10 @@ class LayeredClassification(Classified):
         own = {} if self.algorithm is None else self.algorithm.figures()
         return own | {"classify": self.plot()}
 
-    def to_document(self) -> dict:
-        """Pattern, heads by their ablation, evidence and verdict."""
-        evidence = {
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Risk, R² of simple learners, and the numbers of the algorithm."""
+        return {
             "excess_risk": self.heads.full_risk,
             "excess_risk_sem": self.heads.full_risk_sem,
             "context_length": self.task.context_length,
@@ -175,7 +176,10 @@ class LayeredClassification(Classified):
             "learner_r2_sem": dict(zip(self.near.learners, self.near.r2_sem, strict=True)),
             **({} if self.algorithm is None else self.algorithm.evidence()),
         }
-        return self.document(records(self.to_frame()), evidence)
+
+    def to_document(self) -> dict:
+        """Pattern, heads by their ablation, evidence and verdict."""
+        return self.document(records(self.to_frame()))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

@@ -1,10 +1,10 @@
 """Name of a model's algorithm with its evidence: the answer of `name_algorithm`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -12,10 +12,13 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
+from mechinterp.analysis.evidence import NUMBER_COLUMNS, Number, limited
 from mechinterp.analysis.multi_layer.fits import FitScores
+from mechinterp.analysis.multi_layer.naming_prompts import USELESS
 from mechinterp.analysis.multi_layer.naming_rules import (
     REASONS,
     UNDETERMINED,
+    Limits,
     Measured,
     Named,
     WhyNot,
@@ -58,7 +61,7 @@ class Naming(Named, Result):
     of_readings: str = ""
     """Reason of the label of a file with several readings; empty if the reason is that of this reading."""
 
-    COLUMNS: ClassVar = {
+    COLUMNS: ClassVar = NUMBER_COLUMNS | {
         "learner": "Algorithm by its label, or algorithm with a scaled read-out, which gives no label.",
         "scalars": "Fitted numbers, layer by layer: of all layers if the prediction after each is known.",
         "r2": "1 - mean (model - learner)^2 / mean model^2 for the last prediction; fitted and scored on different prompts.",
@@ -83,7 +86,7 @@ class Naming(Named, Result):
     def __repr__(self) -> str:
         return f"Naming({self.label}: {self.reason})"
 
-    def relabelled(self, label: str, reason: str) -> Self:
+    def relabelled(self, label: str, reason: str) -> "Naming":
         """This answer with the label on which the readings of a file agree, and the reason."""
         of_readings = reason if reason != self.reason else ""
         if label == self.label:
@@ -114,6 +117,14 @@ class Naming(Named, Result):
         """Fitted numbers of a learner, in the order of `Algorithm.names`."""
         scores, row = self._row(learner)
         return scores.scalars[row]
+
+    def _least_layer(self, learner: str) -> tuple[float, float]:
+        """Smallest R² of a learner at the model's own length, over layers if the prediction after each is known, and its
+        standard error."""
+        scores, row = self._row(learner)
+        r2 = scores.r2()[row, : scores.n_own]
+        at = int(r2.argmin())
+        return float(r2[at]), float(scores.r2_sem()[row, at])
 
     def explained(self, learner: str) -> tuple[float, float]:
         """R² of an algorithm for the last prediction, and its standard error."""
@@ -179,10 +190,7 @@ class Naming(Named, Result):
             how = f" ({self.measured.path_how})" if self.measured.path is None else ""
             text += f", path not identified{how}"
         else:
-            scores, row = self._row(name)
-            r2s, sems = scores.r2()[row, : scores.n_own], scores.r2_sem()[row, : scores.n_own]
-            at = int(r2s.argmin())
-            text += f", after every layer {with_error(r2s[at], sems[at])} or more"
+            text += f", after every layer {with_error(*self._least_layer(name))} or more"
             if self.steps is not None:
                 text += f", with its steps put in {self.steps.steps_r2.min():.2f}"
         parts = [text]
@@ -272,10 +280,12 @@ class Naming(Named, Result):
         return pd.DataFrame({"scalar": self._scalar_names, **columns})
 
     def tables(self) -> dict[str, Table]:
-        """Learners; and identities, if any were asked."""
+        """Learners, the numbers behind the label, and identities, if any were asked."""
         frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
         quiet = tuple(column for column in frame if column.endswith("_sem"))
         tables = {"algorithms": Table(frame, title, quiet=quiet)}
+        numbers = self.evidence_frame()
+        tables["algorithm_evidence"] = Table(numbers, "Evidence for the name", brief=False)
         if self.measured.tests:
             tables["identities"] = Table(self.test_frame(), "Identities")
         return tables
@@ -283,6 +293,42 @@ class Naming(Named, Result):
     def figures(self) -> dict[str, go.Figure]:
         """The paths, if there are any."""
         return {"algorithm_path": self.plot()} if len(self.path) else {}
+
+    @property
+    def numbers(self) -> list[Number]:
+        """Numbers behind the label: of the model, of the nearest algorithm, and of the resamples."""
+        risk = limited("relative_risk", self.measured.relative_risk, USELESS)
+        if not self.nearest:
+            return [risk]
+        numbers = [risk, *self._of_nearest(self.nearest, Limits())]
+        values = self.scalars(self.nearest)
+        sems = self.scalar_sems if len(self.scalar_sems) else np.full(len(values), np.nan)
+        pairs = zip(values.tolist(), sems.tolist(), strict=True)
+        return numbers + [Number("scalars", *pair, entry=n) for n, pair in enumerate(pairs)]
+
+    def _of_nearest(self, name: str, limits: Limits) -> Iterator[Number]:
+        """Numbers of the nearest algorithm that the rules compare with limits, and the effect of its steps."""
+        r2, sem = self.explained(name)
+        yield limited("r2", r2, limits.explained, least=True, sem=sem)
+        scores, _ = self._row(name)
+        if scores is self.measured.path:
+            r2, sem = self._least_layer(name)
+            yield limited("least_layer_r2", r2, limits.explained, least=True, sem=sem)
+        if name in scores.progress:
+            yield limited("progress", scores.progress[name].least, limits.progress, least=True)
+        if name in scores.rests:
+            share, _ = scores.rests[name].share(most=self.measured.is_function)
+            yield limited("rest", share, limits.rest_of(self.measured.is_function))
+        if self.label != UNDETERMINED:
+            share = self.frequency.get(self.label, 0.0)
+            yield limited("label_frequency", share, limits.frequency, least=True)
+        if self.steps is not None and self.followed == name:
+            yield Number("steps_r2", float(self.steps.steps_r2.min()))
+
+    def evidence_frame(self) -> pd.DataFrame:
+        """One row per number behind the label, with its error and its limit."""
+        rows = pd.DataFrame([number.row for number in self.numbers])
+        return rows[["evidence", "value", "sem", "limit", "how"]]
 
     def evidence(self) -> dict:
         """Numbers behind the label, for the JSON document."""

@@ -98,6 +98,10 @@ class Limits:
     """A factor counts if it explains at least this fraction of what the algorithm leaves unexplained; a smaller gain
     leaves the factor open, since other step sizes take its place."""
 
+    def rest_of(self, is_function: bool) -> float:
+        """Limit `rest` of a model or of a function."""
+        return self.rest_of_function if is_function else self.rest
+
 
 @dataclass(frozen=True)
 class WhyNot:
@@ -326,7 +330,7 @@ def _left(
     if rest is None:
         return None
     share, where = rest.share(counts, most=measured.is_function)
-    limit = limits.rest_of_function if measured.is_function else limits.rest
+    limit = limits.rest_of(measured.is_function)
     rule = "rest" if rest.noise else "rest, no symmetry"
     return WhyNot(rule, where, share, limit) if share > limit else None
 

@@ -3,7 +3,7 @@ for results that are numbers."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
@@ -19,7 +19,7 @@ class Labelled(Protocol):
     @property
     def reason(self) -> str: ...
 
-    def relabelled(self, label: str, reason: str) -> Self:
+    def relabelled(self, label: str, reason: str) -> Any:
         """The result of the first reading, with the label and the reason of the whole file."""
         ...
 
