@@ -15,4 +15,5 @@ def test_integrated_gradients_of_heads_agree(name: str):
     entry = suite()[name].without_truth
     expected = integrated(entry)["heads"]
     found = captum_integrated(entry)["heads"]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    # captum weighs its points in float32.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
