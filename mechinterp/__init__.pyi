@@ -12,10 +12,10 @@ from mechinterp.analysis.multi_layer.naming import name_algorithm as name_algori
 from mechinterp.analysis.one_layer.attention import attention_patterns as attention_patterns
 from mechinterp.analysis.one_layer.classify import classify as classify
 from mechinterp.analysis.one_layer.classify import classify_circuits as classify_circuits
-from mechinterp.analysis.one_layer.label_rules import Thresholds as Thresholds
 from mechinterp.analysis.one_layer.linear_components import (
     linear_components as linear_components,
 )
+from mechinterp.analysis.one_layer.thresholds import Thresholds as Thresholds
 from mechinterp.analysis.over_steps import over_steps as over_steps
 from mechinterp.analysis.patching.activations import patch_activations as patch_activations
 from mechinterp.analysis.patching.circuit import circuit_faithfulness as circuit_faithfulness

@@ -23,7 +23,9 @@ from scipy.stats import binomtest
 
 from analyses.algorithms.models import AFTER, CONFIRMED_ONLY, FAMILIES, LATER, NONE, Case, cases
 from analyses.lib.measured import parsed, parser_of
-from mechinterp.analysis.multi_layer.naming import Limits, Naming, decide, name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.multi_layer.naming_result import Naming
+from mechinterp.analysis.multi_layer.naming_rules import Limits, decide
 
 NAME = "algorithms/algorithm_calibration"
 TUNED, CONFIRMED = 0, 5

@@ -17,7 +17,7 @@ import torch
 
 from analyses.algorithms.calibration import append, known_rows
 from mechinterp.analysis.multi_layer import naming
-from mechinterp.analysis.multi_layer.naming import Naming
+from mechinterp.analysis.multi_layer.naming_result import Naming
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import Prompts

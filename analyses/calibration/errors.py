@@ -22,7 +22,7 @@ from analyses.calibration.models import Case, confirming, earlier
 from analyses.lib.measured import ROOT, parsed, parser_of, provenance
 from analyses.lib.records import save
 from mechinterp import classify
-from mechinterp.analysis.one_layer.label_rules import Thresholds
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 
 MOVED = tomllib.loads((ROOT / "analyses" / "calibration" / "moved.toml").read_text())
 COST = {"right": 0, "undetermined": 0, "missed": 1, "wrong": 5}

@@ -1,16 +1,16 @@
-"""Writes version 1 of the suite: hand-made models and truths.json. A published version is never written again.
+"""Writes a version of the suite: hand-made models and truths. A published version is never written again.
 
-Run: python -m analyses.known.build FOLDER (ten minutes)"""
+Run: python -m analyses.known.build FOLDER [--version 2] (ten minutes)"""
 
+import argparse
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from analyses.known import truths
+from analyses.known import build_2, truths
 from analyses.known.models import Made, made
 from analyses.lib.measured import ROOT
 from mechinterp.checkpoints.checkpoint import save
@@ -88,4 +88,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--version", type=int, choices=(1, 2), default=1)
+    given = parser.parse_args()
+    {1: main, 2: build_2.main}[given.version](given.folder)

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures
-from mechinterp.analysis.one_layer.label_rules import Thresholds
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.training.history import History, history
 from mechinterp.display import Result
 from mechinterp.models.run.predictor import Source

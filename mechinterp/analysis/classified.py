@@ -2,8 +2,8 @@
 what the model computes, how certain that is, and which learners are ruled out."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -169,6 +169,10 @@ class Classified(Result):
     heads_title: ClassVar[str]
     """Heading above the lines of the heads."""
 
+    def relabelled(self, label: str, reason: str) -> "Classified":
+        """This result with the label of the whole file, if the file has several readings."""
+        return replace(self, label=label, reason=reason)
+
     @property
     def verdict(self) -> Verdict:
         """Sentences: what the model computes, how certain that is, and which learners are ruled
@@ -185,9 +189,16 @@ class Classified(Result):
         raise NotImplementedError
 
     @property
+    def evidence(self) -> dict[str, Any]:
+        """Numbers behind the label by name, of any shape; a standard error has the name of its number with `_sem`."""
+        raise NotImplementedError
+
+    @property
     def row(self) -> dict[str, object]:
-        """Row of this model in a table of many models."""
-        return {"pattern": self.label}
+        """Row of this model in a table of many models: label, reason, and evidence that is a single number or word, None for other
+        evidence."""
+        numbers = {name: _single(value) for name, value in self.whole_evidence.items()}
+        return numbers | {"pattern": self.label, "reason": self.reason}
 
     def head_lines(self, rows: int) -> list[str]:
         """One line per head, at most `rows`, in the columns of `heads_title`."""
@@ -228,9 +239,10 @@ class Classified(Result):
     def __repr__(self) -> str:
         return "\n".join([f"{type(self).__name__}({self.label})", *self.summary])
 
-    def document(self, heads: list[dict], evidence: dict[str, object]) -> dict:
-        """Fields of the JSON document; evidence that every model has is added."""
-        of_all = {
+    @property
+    def whole_evidence(self) -> dict[str, Any]:
+        """Evidence of this kind of model, then the evidence that every model has."""
+        return self.evidence | {
             "loss": asdict(self.loss),
             "task": self.task.in_words,
             **({"left_out": self.left_out} if self.left_out else {}),
@@ -239,10 +251,22 @@ class Classified(Result):
             "n_prompts": self.n_prompts,
             "learners": self.near.records(),
         }
+
+    def document(self, heads: list[dict]) -> dict:
+        """Fields of the JSON document."""
         return {
             "pattern": self.label,
             "reason": self.reason,
             "heads": heads,
-            "evidence": evidence | of_all,
+            "evidence": self.whole_evidence,
             "verdict": asdict(self.verdict),
         }
+
+
+def _single(value: object) -> object:
+    """A single number, word or truth value; the entry of a list with one entry; None for anything else."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, bool | int | float | str) else None

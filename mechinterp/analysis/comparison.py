@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.circuits import weights_of
+from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
 from mechinterp.analysis.result import Table
@@ -167,7 +168,8 @@ def compare(
         losses = (learner_of(each)(prompts) - prompts.y_query).square().mean(1).double()
         heads.append((found.omega_form, np.array(found.row["mu"])))
         own = {"checkpoint": each.name, "seed": each.config.seed}
-        rows.append(own | found.row | estimates(loss=mean_and_sem(losses.numpy(force=True))))
+        loss = estimates(loss=mean_and_sem(losses.numpy(force=True)))
+        rows.append(own | model_row(each, found) | loss)
     models = pd.DataFrame(rows, columns=[*ROW])
     configs = pd.DataFrame([_setting(each.config) for each in checkpoints], dtype=object)
     groups = models.groupby(configs.agg("; ".join, axis=1), sort=False)
@@ -177,6 +179,19 @@ def compare(
     fields.insert(0, "setting", titles)
     curves = tuple(checkpoint.loss_curve for checkpoint in checkpoints)
     return Comparison(models, fields, tuple(heads), curves)
+
+
+def model_row(checkpoint: Checkpoint, found: Classified) -> dict[str, object]:
+    """Row of a checkpoint in a table of models: where it is, its sizes, and what was found. Each table takes its columns."""
+    shape, task = checkpoint.config.model, checkpoint.task
+    return found.row | {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "n_layers": shape.n_layers,
+        "n_heads": shape.n_heads,
+        "d_x": task.d_x,
+        "d_y": task.d_y,
+    }
 
 
 def _setting(config: ExperimentConfig) -> dict[str, str]:
@@ -264,5 +279,5 @@ def _ran(folder: Path, n_prompts: int) -> dict[str, object]:
     losses = {}
     if checkpoint.history is not None:
         losses = checkpoint.history.iloc[-1][["loss", "eval_loss"]].astype(float).to_dict()
-    label = classify(checkpoint, n_prompts=n_prompts)
-    return {"steps": checkpoint.step, **losses, **label.row}
+    found = classify(checkpoint, n_prompts=n_prompts)
+    return model_row(checkpoint, found) | {"steps": checkpoint.step, **losses}

@@ -1,5 +1,4 @@
-"""Commands that run one analysis of one model, made from the table options.json, and a command that scores a method on
-models with known answers: argument parsing only.
+"""Commands that run one analysis of one model, made from the table options.json: argument parsing only.
 
 The table has the options of every analysis of the registry, so that `mechinterp --help` loads no analysis. `python -m
 tests.cli.test_analysis_commands` writes it from the signatures."""
@@ -15,9 +14,7 @@ import typer
 
 from mechinterp.cli.options import (
     Files,
-    JsonOption,
     PathArgument,
-    QuietOption,
     Request,
     add_command,
     argument,
@@ -25,7 +22,7 @@ from mechinterp.cli.options import (
     option,
     reads_files,
 )
-from mechinterp.cli.printing import about_paths, answer, say, say_json, say_of
+from mechinterp.cli.printing import about_paths, say, say_json, say_of
 from mechinterp.cli.table import TYPES, Row
 
 if TYPE_CHECKING:
@@ -130,6 +127,7 @@ def show(
     """
     from mechinterp.analysis.over_steps import over_steps as at_every_step
     from mechinterp.analysis.registry import analysis_of, run_analysis
+    from mechinterp.checkpoints.foreign.agreed import Labelled, readings_note
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
@@ -154,39 +152,6 @@ def show(
         say_json(to_json(title, checkpoint, result) | request.note)
         return
     text = to_text(title, result, wide=request.wide)
-    # First a line on why the file may have been read wrongly, if there is a reason.
-    say_of(path, f"{checkpoint.doubt}\n{text}" if checkpoint.doubt else text)
-
-
-def score(
-    method: Annotated[str, argument("MODULE:FUNCTION", "Function of an entry of the suite.")],
-    version: Annotated[int, option("--version", "Version of the suite.")] = 1,
-    trained: Annotated[
-        str, option("--trained", "Trained models: bundled, all (in a clone) or none.")
-    ] = "bundled",
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Score a method on models with known answers. Example: mechinterp score my_module:my_method"""
-    from mechinterp.analysis.registry import own_function
-    from mechinterp.analysis.result import records
-    from mechinterp.known.entries import suite
-    from mechinterp.known.scores import score as score_method
-    from mechinterp.report.bars import progress_bars
-    from mechinterp.report.text import frame_text, wrapped
-    from mechinterp.report.to_json import SCHEMA_VERSION
-
-    entries = suite(version, trained=trained)
-    with progress_bars(quiet=quiet):
-        found = score_method(own_function(method), entries)
-    summary = found.summary()
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "method": method,
-        "suite": {"version": entries.version, "sha256": entries.hash, "entries": len(entries)},
-        "scores": records(summary),
-        "entries": records(found.to_frame()),
-    }
-    title = f"{method} on {len(found.seconds)} entries of the suite, version {version}"
-    text = "\n".join([wrapped(title), frame_text(summary.drop(columns="meaning"), {})])
-    answer(document, text, as_json=as_json)
+    # First why the file may have been read wrongly, and whose reading the numbers are; a label has the readings in its reason.
+    note = "" if isinstance(result, Labelled) else readings_note(checkpoint)
+    say_of(path, "\n".join(filter(None, (checkpoint.doubt, note, text))))

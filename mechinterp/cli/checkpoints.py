@@ -51,6 +51,7 @@ def classify(
 ) -> None:
     """State what a model computes, and how certain that is. Example: mechinterp classify
     checkpoints/*"""
+    from mechinterp.analysis.comparison import model_row
     from mechinterp.checkpoints.io.files import NotUnderstoodError
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
     from mechinterp.progress import progress
@@ -61,6 +62,7 @@ def classify(
     if out is not None:
         require_writable(out)
     documents: list[dict] = []
+    rows: list[dict[str, object]] = []
     groups = runs_among(checkpoint_paths(paths))
     all_paths = [path for group in groups for path in group]
     steps = _steps(groups, files, request.context_length)
@@ -73,16 +75,18 @@ def classify(
                     document = to_json("classify", checkpoint, result) | numbers | request.note
             except (ValueError, OSError) as error:
                 unread = {"understood": False} if isinstance(error, NotUnderstoodError) else {}
-                documents.append({"path": str(path), **unread, "error": str(error)})
+                rows.append({"path": str(path), "error": str(error)})
+                documents.append(rows[-1] | unread)
                 complain(str(error))
                 continue
             documents.append(document)
+            rows.append(model_row(checkpoint, result) | numbers)
             if not request.as_json:
                 _say_label(path, result, headers, alone=len(all_paths) == 1, wide=request.wide)
     if request.as_json:
         say_json(documents)
     if out is not None:
-        write_table(out, documents)
+        write_table(out, rows)
     if any("error" in document for document in documents):
         raise typer.Exit(2)
 

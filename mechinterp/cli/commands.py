@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from mechinterp.cli.analyses import analyse, commands, score
+from mechinterp.cli.analyses import analyse, commands
 from mechinterp.cli.checkpoints import check, classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import add_command, new_app, option
 from mechinterp.cli.printing import TOO_LARGE, complain, is_out_of_memory, say
+from mechinterp.cli.scoring import score
 from mechinterp.cli.training import predict_jumps, sweep, train
 
 KEPT = "it is not overwritten."

@@ -1,13 +1,14 @@
 """The suite: models with known answers, and what is known about each.
 
-Folder `suite_1` has the hand-made models and truths.json, whose hash names the version. Trained models are the shipped
-ones; truths.json has the hash of each file of weights."""
+Folder `suite_1` has the hand-made models of version 1 and truths.json, whose hash names the version. Folder `suite_2` has
+those that version 2 adds, its own truths.json, and truths.safetensors with the arrays. Trained models are the shipped
+ones. Each truths.json has the hash of every file that its version reads."""
 
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -17,61 +18,38 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from safetensors.numpy import load as read_arrays
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.patching.pairing import COMPONENTS, clean_and_corrupted
+from mechinterp.analysis.patching.pairing import COMPONENTS, clean_and_corrupted, graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.known.truth import NAMES, Known, Truth, truth_from
+from mechinterp.known.variables import Variable
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear import Heads
 from mechinterp.training.linear import task_moments
 
+__all__ = ["Entry", "Known", "LinearHeads", "Suite", "Truth", "edge_place", "suite"]
 FOLDER = Path(__file__).parent / "suite_1"
+FOLDERS = {1: FOLDER, 2: Path(__file__).parent / "suite_2"}
 TRUTHS = "truths.json"
-HASHES = {1: "625d98716b10cab7d13d302fc2a582cbfdcf9f65ce26ad129d7af827e3ea098b"}
+ARRAYS = "truths.safetensors"
+HASHES = {
+    1: "625d98716b10cab7d13d302fc2a582cbfdcf9f65ce26ad129d7af827e3ea098b",
+    2: "25e688238a6e7f22aec7cf163f7c480bf249eb1f920e83a79ecb8536fa3e9472",
+}
 """SHA-256 of truths.json of each version."""
 TRAINED = ("bundled", "all", "none")
 N_PAIRS = 32
 """Number of pairs of prompts on which effects of heads and edges are computed."""
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """A known answer."""
-
-    value: Any
-    how: str
-    """"proved", "computed exactly" or "by construction"."""
-    error: float = 0.0
-    """Largest difference between two ways of computing the value, in its unit; 0 if nothing was computed."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Truth:
-    """Known answers about a model; None where an answer is not known."""
-
-    edges: Known | None = None
-    """Effect of each edge between two heads, patched alone, in y^2: an array [input, layer, head, later_layer,
-    later_head]; NaN where there is no edge."""
-    heads: Known | None = None
-    """Effect of each head, patched alone, in y^2: an array [layer, head]."""
-    shapley: Known | None = None
-    """Shapley value of each head of one layer for the excess risk, in y^2: an array [layer, head]."""
-    algorithm: Known | None = None
-    """Label, as `name_algorithm` and `classify` give it."""
-    learning_coefficient: Known | None = None
-    """Local learning coefficient of `Entry.module` for `Entry.loss`."""
-    components: Known | None = None
-    """Unit vectors of the stream that heads read or write one by one: an array [component, d_model]; signs and order
-    have no meaning."""
-
-
-NAMES = tuple(each.name for each in fields(Truth))
+N_INTERCHANGED = 64
+"""Number of pairs of base and source prompts on which subspaces are scored."""
 
 
 class LinearHeads(nn.Module):
@@ -121,6 +99,10 @@ class Entry:
     truth: Truth
     counted: bool = False
     """True if `module` has the entries alone that a known learning coefficient counts."""
+    version: int = 1
+    """Version of the suite."""
+    variables: tuple[Variable, ...] = ()
+    """Variables of an algorithm that a subspace of the model may hold; version 2."""
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -144,6 +126,8 @@ class Entry:
         parameters that it counts."""
         if self.counted:
             return LinearHeads(heads_of_linear(self.checkpoint.weights))
+        if self.checkpoint.config.model.recurrent:
+            return self.hooked
         return self.as_linear_module()
 
     def as_linear_module(self) -> nn.Module:
@@ -160,6 +144,12 @@ class Entry:
         """Clean and corrupted prompts of the effects of heads and edges; they differ in the task vector."""
         pairs = clean_and_corrupted(self.checkpoint, None, None, n_prompts=N_PAIRS, seed=0)
         return pairs[0].to(torch.float64), pairs[1].to(torch.float64)
+
+    @property
+    def base_and_source(self) -> tuple[Prompts, Prompts]:
+        """Base and source prompts on which subspaces are scored: independent draws of the task."""
+        drawn = self.sample(2 * N_INTERCHANGED, seed=1)
+        return drawn[:N_INTERCHANGED], drawn[N_INTERCHANGED:]
 
     def loss(self, module: nn.Module, batch: Prompts | None = None) -> Float[Tensor, ""]:
         """Mean squared error at the query, in y^2.
@@ -180,13 +170,25 @@ class Entry:
         return moments.yy - 2 * yz[0] @ M + M @ zz @ M
 
     def edges(self) -> pd.DataFrame:
-        """All edges between heads, with the columns "from" (such as "L0H1") and "to" (such as "L2H0.v")."""
-        heads = self.checkpoint.predictor.heads
-        rows = [
-            (f"L{layer}H{head}", f"L{later}H{other}.{component}")
-            for (layer, head), (later, other), component in product(heads, heads, COMPONENTS)
-            if layer < later
-        ]
+        """All edges, with the columns "from" and "to".
+
+        Version 1 has the edges between heads, such as "L0H1" to "L2H0.v". Version 2 has those of the whole model, also from
+        the "input", from and to an MLP such as "L0MLP", and to the "output".
+        """
+        if self.version == 1:
+            heads = self.checkpoint.predictor.heads
+            rows = [
+                (f"L{layer}H{head}", f"L{later}H{other}.{component}")
+                for (layer, head), (later, other), component in product(heads, heads, COMPONENTS)
+                if layer < later
+            ]
+        else:
+            senders, receivers = graph_of(self.checkpoint.predictor.hooked, "all")
+            rows = [
+                (one.name, two.name)
+                for one, two in product(senders, receivers)
+                if one.time < two.time
+            ]
         return pd.DataFrame(rows, columns=["from", "to"])
 
     @property
@@ -231,10 +233,12 @@ class Suite(Result, Mapping[str, Entry]):
         return f"Suite(version {self.version}: {len(self)} entries, sha256 {self.hash[:12]})"
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per entry: its kind, and how each answer is known."""
+        """One row per entry: its kind, and how each answer is known; answers known for no entry are left out."""
+        truths = [entry.truth for entry in self.entries.values()]
+        names = [name for name in NAMES if any(getattr(truth, name) for truth in truths)]
         rows = [
             {"entry": entry.name, "kind": entry.kind}
-            | {name: getattr(getattr(entry.truth, name), "how", "") for name in NAMES}
+            | {name: getattr(getattr(entry.truth, name), "how", "") for name in names}
             for entry in self.entries.values()
         ]
         return pd.DataFrame(rows)
@@ -268,38 +272,67 @@ def suite(version: int = 1, *, trained: str = "bundled") -> Suite:
         raise ValueError(f"version must be one of {', '.join(map(str, HASHES))}, got {version}.")
     if trained not in TRAINED:
         raise ValueError(f"trained must be one of {', '.join(TRAINED)}, got {trained!r}.")
-    text = (FOLDER / TRUTHS).read_bytes()
-    _require_hash(text, HASHES[version], FOLDER / TRUTHS)
-    entries = {}
-    for name, document in json.loads(text).items():
-        kind = document["kind"]
-        path = FOLDER / name
-        if document["trained"]:
-            path = BUNDLED / name
-            if trained == "none" or (trained == "bundled" and not path.is_dir()):
-                continue
-            path = path if path.is_dir() else CLONE / name
-            if not path.is_dir():
-                raise ValueError(
-                    f'trained="all" needs a clone of the repository: there is no {path}.'
-                )
+    entries, documents = {}, documents_of(version)
+    for name, document in documents.items():
+        path = _folder_of(name, document, version, trained)
+        if path is None:
+            continue
         weights = path / document["file"]
         _require_hash(weights.read_bytes(), document["sha256"], weights)
-        truth = truth_from(document["truth"])
+        truth = truth_from(document["truth"], document.get("arrays"))
         counted = truth.learning_coefficient is not None
-        entries[name] = Entry(name, kind, path, truth, counted)
+        variables = _variables(document, documents, path)
+        entries[name] = Entry(name, document["kind"], path, truth, counted, version, variables)
     return Suite(version, entries)
 
 
-def truth_from(document: Mapping[str, Mapping[str, Any]]) -> Truth:
-    """The truth of an entry from its JSON document, where null stands for NaN."""
-    known = {}
-    for name, stated in document.items():
-        value = stated["value"]
-        if isinstance(value, list):
-            value = np.array(value, dtype=float)
-        known[name] = Known(value, stated["how"], stated["error"])
-    return Truth(**known)
+def _variables(
+    document: Mapping[str, Any], documents: Mapping[str, Any], own: Path
+) -> tuple[Variable, ...]:
+    """Variables of an entry, with the hand-made model that computes each exactly; for trained models their own."""
+    found = []
+    for stated in document.get("variables", ()):
+        other = stated.get("reference")
+        reference = document if other is None else documents[other]
+        path = own if other is None else FOLDERS[reference["suite"]] / other
+        basis = reference["arrays"][f"variables/{stated['name']}"]
+        place = {name: stated[name] for name in ("name", "hook", "at", "size")}
+        found.append(Variable(**place, path=path, basis=basis))
+    return tuple(found)
+
+
+def documents_of(version: int) -> dict[str, dict[str, Any]]:
+    """JSON document of each entry of a version; those of version 2 have the arrays of the truth, too.
+
+    Raises:
+        ValueError: If a file differs from that of the version.
+    """
+    folder = FOLDERS[version]
+    text = (folder / TRUTHS).read_bytes()
+    _require_hash(text, HASHES[version], folder / TRUTHS)
+    stated = json.loads(text)
+    if version == 1:
+        return stated
+    content = (folder / ARRAYS).read_bytes()
+    _require_hash(content, stated["arrays"], folder / ARRAYS)
+    documents = stated["entries"]
+    for name, values in read_arrays(content).items():
+        entry, truth = name.split("/", 1)
+        documents[entry].setdefault("arrays", {})[truth] = values
+    return documents
+
+
+def _folder_of(name: str, document: Mapping[str, Any], version: int, trained: str) -> Path | None:
+    """Folder of the model of an entry; None if the choice of trained models leaves it out."""
+    if not document["trained"]:
+        return FOLDERS[document.get("suite", version)] / name
+    path = BUNDLED / name
+    if trained == "none" or (trained == "bundled" and not path.is_dir()):
+        return None
+    path = path if path.is_dir() else CLONE / name
+    if not path.is_dir():
+        raise ValueError(f'trained="all" needs a clone of the repository: there is no {path}.')
+    return path
 
 
 def _require_hash(content: bytes, expected: str, file: Path) -> None:

@@ -1,7 +1,7 @@
-"""Scores of other people's methods on the suite; bias and coverage of their estimators of the learning coefficient."""
+"""Scores of other people's methods on the suite."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,21 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.display import Result
+from mechinterp.known.agreement import (
+    MATTERS,
+    MEANINGS_2,
+    ROUNDING,
+    edge_values,
+    score_circuits,
+    score_edges_of_all,
+    score_heads_of_all,
+    score_subspaces,
+)
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
 from mechinterp.progress import progress
 
-MATTERS = 0.01
-"""A head or edge matters if its effect is above this fraction of the largest."""
-ROUNDING = 1e-9
-"""An effect or a value below this fraction of the largest is 0."""
 MEANINGS = {
+    **MEANINGS_2,
     "edges spearman": ("rank correlation with the effects of single edges", 1.0, 0.0),
     "edges kendall": ("Kendall's tau with the effects of single edges", 1.0, 0.0),
     "edges auroc": (f"AUROC for edges above {MATTERS:.0%} of the largest effect", 1.0, 0.5),
@@ -38,6 +45,8 @@ MEANINGS = {
 }
 """Meaning of each score, its best value, and that of a random order (NaN: depends on the entry)."""
 NO_LABEL = "undetermined"
+AIM, AIMS = "aim", ("in", "out")
+"""Key and values of what a method estimates, effects patched in or out; it is scored on all truths all the same."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +99,9 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
     Args:
         method: Function of an entry, which has no truth. It returns a dict with some of: "edges" (the frame `entry.edges()`
             with a column "value"), "heads" (an array [layer, head]), "learning_coefficient" (estimate and standard error),
-            "label" (a name), "components" (an array [component, d_model]). For an empty dict the entry is left out.
+            "label" (a name), "components" (an array [component, d_model]). Version 2 also has "circuits" (truth values [size,
+            layer, head], circuit k with k heads), "subspace" (a dict with the basis of each of `entry.variables`), and
+            "aim" ("in" or "out"), which changes no score. For an empty dict the entry is left out.
         entries: The suite; None: version 1 with the trained models of the package.
     Raises:
         ValueError: If the method returns something else, or of wrong shape.
@@ -109,14 +120,19 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
         start = time.process_time()
         answers = method(entry.without_truth)
         seconds[entry.name] = time.process_time() - start
-        if not isinstance(answers, Mapping) or answers.keys() - SCORED.keys():
+        scored = SCORED if entry.version == 1 else SCORED_2
+        if not isinstance(answers, Mapping) or answers.keys() - {AIM, *scored}:
             got = list(answers) if isinstance(answers, Mapping) else type(answers).__name__
             raise ValueError(
-                f"{name} must return a dict with some of {', '.join(SCORED)}, got {got}."
+                f"{name} must return a dict with some of {', '.join([*scored, AIM])}, got {got}."
             )
+        if answers.get(AIM, "in") not in AIMS:
+            raise ValueError(f"{AIM} must be one of {', '.join(AIMS)}, got {answers[AIM]!r}.")
         found: dict[str, float] = {}
-        for about, answer in answers.items():
-            found |= SCORED[about](entry, answer)
+        # Circuits that a method names come after those of its ranking, and replace their scores.
+        for about, score_of in scored.items():
+            if about in answers:
+                found |= score_of(entry, answers[about])
         rows += [(entry.name, entry.kind, key, value) for key, value in found.items()]
     return Scores(name, pd.DataFrame(rows, columns=["entry", "kind", "score", "value"]), seconds)
 
@@ -134,19 +150,7 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     known = entry.truth.edges
     if known is None:
         return {}
-    places = entry.edges()
-    if not isinstance(ranking, pd.DataFrame):
-        raise ValueError(f"edges must be a DataFrame, got a {type(ranking).__name__}.")
-    if not {"from", "to", "value"} <= set(ranking):
-        raise ValueError(
-            f"edges must have the columns from, to and value, got {', '.join(map(str, ranking))}."
-        )
-    merged = places.merge(ranking, on=["from", "to"], how="left")
-    values = merged["value"].to_numpy(dtype=float)
-    if len(ranking) != len(places) or len(merged) != len(places) or not np.isfinite(values).all():
-        raise ValueError(
-            f"edges must give each of the {len(places)} edges of {entry.name} one finite value."
-        )
+    places, values = entry.edges(), edge_values(entry, ranking)
     at = np.array([edge_place(*edge) for edge in places.itertuples(index=False)])
     found = _agreement("edges", values, known.value[tuple(at.T)])
     order = np.lexsort([np.random.default_rng(0).random(len(values)), -np.abs(values)])
@@ -240,7 +244,14 @@ SCORED: dict[str, Callable[[Entry, Any], dict[str, float]]] = {
     "label": score_algorithm,
     "components": score_components,
 }
-"""Function that scores each part of a method's answer."""
+"""Function that scores each part of a method's answer in version 1."""
+SCORED_2 = SCORED | {
+    "edges": score_edges_of_all,
+    "heads": score_heads_of_all,
+    "circuits": score_circuits,
+    "subspace": score_subspaces,
+}
+"""Function that scores each part of a method's answer in version 2."""
 
 
 def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, float]:
@@ -264,85 +275,3 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     if not matters.all():
         found[f"{name} auroc"] = float(roc_auc_score(matters, values))
     return found
-
-
-Sampler = Callable[[Entry, int], tuple[float, float]]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Judgement(Result):
-    """Estimates of a sampler beside the exact learning coefficients."""
-
-    sampler: str
-    rows: pd.DataFrame
-    """One row per entry and seed: entry, seed, estimate, sem, exact."""
-
-    def __repr__(self) -> str:
-        total = self.summary().iloc[-1]
-        return (
-            f"Judgement({self.sampler}: bias {total.bias:+.2%} ± {total.bias_sem:.1g}, within 1 standard error "
-            f"{total.within_1:.0%}, within 2 {total.within_2:.0%}, {total.estimates:.0f} estimates)"
-        )
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per entry and seed."""
-        return self.rows.copy()
-
-    def summary(self) -> pd.DataFrame:
-        """One row per entry and one for all: mean relative error with its standard error, and the fraction of estimates
-        within 1 and 2 of their own standard errors (a right one: 68% and 95%)."""
-        rows = self.rows
-        error = rows["estimate"] - rows["exact"]
-        within = {f"within_{n}": (error.abs() <= n * rows["sem"]).astype(float) for n in (1, 2)}
-        scored = rows[["entry", "exact"]].assign(bias=error / rows["exact"], **within)
-        every = scored.assign(entry="all", exact=np.nan)
-        grouped = pd.concat([scored, every]).groupby("entry", sort=False)
-        frame = grouped[["exact", "bias", *within]].mean()
-        frame.insert(2, "bias_sem", grouped["bias"].sem())
-        frame["estimates"] = grouped["bias"].count()
-        return frame.reset_index()
-
-    def plot(self) -> go.Figure:
-        """Relative error of the estimates of each entry."""
-        frame = self.summary()
-        return figures.bars(
-            frame["entry"].tolist(),
-            {self.sampler: (frame["bias"].to_numpy(), frame["bias_sem"].fillna(0).to_numpy())},
-            title="Error of the learning coefficient",
-            y_title="(estimate − exact) / exact",
-        )
-
-
-def judge_sampler(
-    sampler: Sampler, entries: Suite | None = None, *, seeds: Sequence[int] = range(4)
-) -> Judgement:
-    """Bias and coverage of an estimator of the learning coefficient, on entries whose coefficient is known.
-
-    Args:
-        sampler: Function of an entry and a seed that gives the estimate and its standard error. `entry.module` has the
-            parameters that count, `entry.loss(module, batch)` the loss, and `entry.loss(module)` the exact one.
-        entries: The suite; None: version 1 with the trained models of the package.
-        seeds: Seeds; each entry is estimated with each.
-    Raises:
-        ValueError: If an estimate is no number or an error is negative. NaN is an estimate that was refused, and is
-            never within its error.
-    Example:
-        >>> from mechinterp.known import suite
-        >>> def half_the_parameters(entry, seed):
-        ...     return sum(p.numel() for p in entry.module.parameters()) / 2, 0.0
-        >>> found = judge_sampler(half_the_parameters, suite(trained="none"), seeds=[0])
-        >>> found.to_frame()["exact"].tolist()
-        [3.5, 6.0, 7.5, 8.0]
-    """
-    known = suite() if entries is None else entries
-    exact = {e: law.value for e in known.values() if (law := e.truth.learning_coefficient)}
-    rows = []
-    for entry, seed in progress([(e, s) for e in exact for s in seeds], "judging"):
-        estimate, sem = map(float, sampler(entry.without_truth, seed))
-        if sem < 0:
-            raise ValueError(f"the standard error for {entry.name} must be >= 0, got {sem}.")
-        rows.append((entry.name, seed, estimate, sem, exact[entry]))
-    name = getattr(sampler, "__name__", type(sampler).__name__)
-    return Judgement(
-        name, pd.DataFrame(rows, columns=["entry", "seed", "estimate", "sem", "exact"])
-    )

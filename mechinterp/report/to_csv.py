@@ -1,11 +1,10 @@
-"""Documents of `classify` as one table, CSV or parquet, with one row per checkpoint."""
+"""Tables of classified models, CSV or parquet, with one row per checkpoint."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
@@ -19,27 +18,22 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a text that spreadsheets take for a formula."""
 
 
-def classification_frame(documents: Sequence[dict]) -> pd.DataFrame:
-    """Path, format, pattern, reason, sizes, all evidence that is a single number or word, and the error.
+def classification_frame(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
+    """Path, format, pattern, reason, sizes, all that was found, and the error; a column without entries is left out.
+
+    Args:
+        rows: Rows of `model_row`, or path and error.
 
     Example:
         >>> classification_frame([{"path": "x", "error": "gone"}]).columns.tolist()
         ['path', 'format', 'pattern', 'reason', 'n_layers', 'n_heads', 'd_x', 'd_y', 'error']
     """
-    rows = [
-        {name: _encodable(document.get(name)) for name in HEADER}
-        | {
-            n: _scalar(value)
-            for n, value in document.get("evidence", {}).items()
-            if n not in HEADER
-        }
-        | {name: document[name] for name in OF_RUNS if name in document}
-        | {"error": _encodable(document.get("error"))}
-        for document in documents
-    ]
-    frame = pd.DataFrame(rows, columns=None if rows else [*HEADER, "error"])
-    plain = [name for name in frame.columns if name in HEADER or frame[name].notna().any()]
-    return frame[[*(name for name in plain if name != "error"), "error"]].convert_dtypes()
+    ends = (*OF_RUNS, "error")
+    found = dict.fromkeys(name for row in rows for name in row if name not in (*HEADER, *ends))
+    frame = pd.DataFrame(rows, columns=[*HEADER, *found, *ends])
+    shown = [n for n in frame if n in (*HEADER, "error") or frame[n].notna().any()]
+    texts = {name: frame[name].map(_encodable) for name in ("path", "pattern", "reason", "error")}
+    return frame.assign(**texts)[shown].convert_dtypes()
 
 
 def require_writable(file: Path) -> None:
@@ -54,14 +48,14 @@ def require_writable(file: Path) -> None:
         raise CheckpointError(f"{file}: already exists; it is not overwritten.")
 
 
-def write_table(file: Path, documents: Sequence[dict]) -> None:
-    """Write the table of these documents.
+def write_table(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write the table of these rows.
 
     Raises:
         CheckpointError: If the file exists, has another ending or cannot be written.
     """
     require_writable(file)
-    frame = classification_frame(documents)
+    frame = classification_frame(rows)
     with writing(file, ValueError):
         if file.suffix == ".csv":
             write_new(file, partial(write_csv, frame))
@@ -92,12 +86,3 @@ def _encodable(value: object) -> object:
     if not isinstance(value, str):
         return value
     return value.encode("utf-8", "backslashreplace").decode()
-
-
-def _scalar(value: object) -> object:
-    """A single number, word or truth value; the entry of a list with one entry; None for anything else."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return value if isinstance(value, bool | int | float | str) else None

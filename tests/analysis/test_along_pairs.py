@@ -10,7 +10,7 @@ import torch
 
 from analyses.recurrent import learners as make
 from mechinterp import TaskConfig, load, name_algorithm
-from mechinterp.analysis.multi_layer.naming import UNDETERMINED
+from mechinterp.analysis.multi_layer.naming_rules import UNDETERMINED
 from mechinterp.icl.algorithm import PromptMoments, fit_algorithm, scalar_errors
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import kalman, ridge

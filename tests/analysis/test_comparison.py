@@ -11,7 +11,7 @@ import torch
 
 from mechinterp import sample_prompts
 from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, models_frame
+from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, model_row, models_frame
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -19,6 +19,7 @@ from mechinterp.checkpoints.native.folder import COLUMNS, write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
+from mechinterp.report.to_csv import classification_frame
 from tests.conftest import CHECKPOINTS, refused
 
 NAMES = ("softmax-h2-s0", "softmax-h2-s1", "softmax-h2-s8", "softmax-h1-s0", "softmax-h8-s1")
@@ -148,6 +149,24 @@ def test_a_row_holds_the_config_and_what_was_found(run_folder: Path):
     assert frame["omega"][0] == pytest.approx([0.02, -0.02, 0], rel=1e-6)
     assert frame["mu"][0] == pytest.approx([22, -22, 0], rel=1e-6)
     assert (frame["omega"][2], frame["mu"][2]) == (pytest.approx([0.5]), pytest.approx([1.5]))
+
+
+def test_every_table_of_models_has_the_same_row():
+    """`compare` and `classify --out` take their columns from it, models_frame too; evidence that is no single number is None."""
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    found = classify(checkpoint, n_prompts=64)
+    row = model_row(checkpoint, found)
+    assert row["eta"] == found.scales.eta.item()
+    assert (row["zero_sum"], row["pattern"]) == (found.scales.zero_sum, found.label)
+    assert (row["p_values"], row["loss"]) == (None, None)
+    assert row["mu"] == found.circuits.mu[0, :, 0].tolist()
+    compared = compare([checkpoint], n_prompts=64).to_frame().iloc[0]
+    for name in ("pattern", "eta", "mu_abs", "omega_abs"):
+        assert compared[name] == row[name]
+    table = classification_frame([row]).iloc[0]
+    for name in ("path", "reason", "n_heads", "labels", "learner_r2", "eta"):
+        assert table[name] == row[name]
+    assert "p_values" not in table
 
 
 @pytest.mark.slow

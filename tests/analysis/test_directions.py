@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.multi_layer.directions import directions_of, progress_of
-from mechinterp.analysis.multi_layer.naming import Limits, decide, name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.multi_layer.naming_rules import Limits, decide
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import PromptMoments
 from mechinterp.icl.algorithms import ALGORITHMS

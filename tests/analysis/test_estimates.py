@@ -9,7 +9,7 @@ import torch
 from analyses.lib.shared_losses import shared_losses
 from analyses.lib.theory.softmax import debiased_risk
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.label_rules import faithfulness, idealised
+from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.stats import (
     best_factor,
     carried_by_few,

@@ -12,18 +12,11 @@ from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.learners.nearest import evaluation
 from mechinterp.analysis.one_layer import random_null
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.label_rules import (
-    Form,
-    common_matrix,
-    equal_heads,
-    faithfulness,
-    idealised,
-    is_definite,
-    read_heads,
-    rotation_angle,
-    spread_over_heads,
-)
+from mechinterp.analysis.one_layer.head_statistics import equal_heads, read_heads
+from mechinterp.analysis.one_layer.qk_form import QKForm, common_matrix, is_definite, rotation_angle
 from mechinterp.analysis.one_layer.random_null import Null, is_bare, null_of, stripped
+from mechinterp.analysis.one_layer.scales import spread_over_heads
+from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import (
@@ -165,20 +158,20 @@ def test_random_weights_of_bare_heads_are_bare():
 def test_blocks_are_fitted_by_their_form():
     whole = random_models()[0].QK[:, :3, :3]
     eye = torch.eye(3, dtype=torch.float64)
-    assert torch.equal(Form("matrix", eye).fitted(whole), whole)
+    assert torch.equal(QKForm("matrix", eye).fitted(whole), whole)
     diagonal = torch.stack([torch.diag(block.diagonal()) for block in whole])
-    torch.testing.assert_close(Form("diagonal", eye).fitted(whole), diagonal)
+    torch.testing.assert_close(QKForm("diagonal", eye).fitted(whole), diagonal)
     scalar = torch.stack([block.diagonal().mean() * eye for block in whole])
-    torch.testing.assert_close(Form("scalar", eye).fitted(whole), scalar)
+    torch.testing.assert_close(QKForm("scalar", eye).fitted(whole), scalar)
     matrix = common_matrix(whole, torch.ones(2).double())
     scale = (whole * matrix).sum((1, 2)) / 3
-    fitted = Form("common", matrix).fitted(whole)
+    fitted = QKForm("common", matrix).fitted(whole)
     torch.testing.assert_close(fitted, scale[:, None, None] * matrix)
     # Models on a leading axis are fitted one by one.
     both = torch.stack([whole, whole.mT])
     each = common_matrix(both, torch.ones(2, 2).double())
     torch.testing.assert_close(each[0], matrix)
-    torch.testing.assert_close(Form("common", each[:, None]).fitted(both)[0], fitted)
+    torch.testing.assert_close(QKForm("common", each[:, None]).fitted(both)[0], fitted)
 
 
 def test_a_range_leaves_out_a_twentieth_on_each_side():
@@ -193,8 +186,8 @@ def random_blocks(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, 4, 4, dtype=torch.float64, generator=generator)
 
 
-def common(blocks: torch.Tensor, weight: torch.Tensor) -> Form:
-    return Form("common", common_matrix(blocks, weight))
+def common(blocks: torch.Tensor, weight: torch.Tensor) -> QKForm:
+    return QKForm("common", common_matrix(blocks, weight))
 
 
 def test_a_common_matrix_is_found_with_its_factors():

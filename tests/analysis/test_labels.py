@@ -12,7 +12,8 @@ from analyses.lib.theory.softmax import manifold_mu
 from mechinterp.analysis.circuits import circuits
 from mechinterp.analysis.labels import NO_LABEL
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
-from mechinterp.analysis.one_layer.label_rules import Form, Thresholds, common_matrix
+from mechinterp.analysis.one_layer.qk_form import QKForm, common_matrix
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import CovarianceConfig, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.models.constructions.one_layer import (
@@ -765,7 +766,7 @@ def test_a_matrix_is_common_if_it_explains_most_squared_sines_of_the_deviations_
     assert far.form.kind == "scalar"
     blocks = two_shapes(0.5)
     found = classify(with_blocks(blocks, [4.0, -4.0]))
-    common = Form("common", common_matrix(blocks, torch.from_numpy(found.share)))
+    common = QKForm("common", common_matrix(blocks, torch.from_numpy(found.share)))
     traces = blocks.diagonal(dim1=1, dim2=2).sum(1)
     cosines = traces / (5**0.5 * blocks.flatten(1).norm(dim=1))
     expected = 1 - (1 - common.alignment(blocks) ** 2).sum() / (1 - cosines**2).sum()

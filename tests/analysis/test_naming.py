@@ -18,15 +18,13 @@ from transformer_lens.tools.analysis.interchange import (
 )
 
 from mechinterp.analysis.multi_layer.classify import layered_classification
-from mechinterp.analysis.multi_layer.naming import Limits, Naming, labelled, name_algorithm
-from mechinterp.analysis.multi_layer.naming_scores import (
-    NOISES,
-    ORDER,
-    reflected,
-    relative_risk,
-    rest_of,
-    step_effects,
-)
+from mechinterp.analysis.multi_layer.identities import ORDER
+from mechinterp.analysis.multi_layer.naming import labelled, name_algorithm
+from mechinterp.analysis.multi_layer.naming_prompts import NOISES, relative_risk
+from mechinterp.analysis.multi_layer.naming_result import Naming
+from mechinterp.analysis.multi_layer.naming_rules import Limits
+from mechinterp.analysis.multi_layer.rests import reflected, rest_of
+from mechinterp.analysis.multi_layer.stream import step_effects
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.config import CovarianceConfig, ExperimentConfig, TaskConfig
@@ -154,6 +152,24 @@ def test_the_label_is_the_row_without_a_why_not(exact: Naming):
     assert newton.tolist() == path_r2_of(exact, "newton").tolist()
     assert exact.why_not["ridge_like"].rule in ("factor", "rival")
     assert frame.steps_r2.isna().sum() == len(frame) - 1
+
+
+@pytest.mark.slow
+def test_the_numbers_of_a_label_keep_the_limits_that_decide(exact: Naming):
+    numbers = {each.column: each for each in exact.numbers}
+    assert (numbers["r2"].value, numbers["r2"].sem) == exact.explained("gradient_descent")
+    assert numbers["least_layer_r2"].value == path_r2_of(exact, "gradient_descent").min()
+    assert numbers["relative_risk"].value == exact.measured.relative_risk
+    assert numbers["label_frequency"].value == exact.frequency["gradient_descent"] == 1
+    assert numbers["steps_r2"].value == exact.steps.steps_r2.min()
+    scalars = [each.value for each in exact.numbers if each.name == "scalars"]
+    assert scalars == exact.evidence()["scalars"].tolist()
+    limited = [each for each in exact.numbers if each.check is not None]
+    assert {"r2", "least_layer_r2", "progress", "label_frequency"} < {each.name for each in limited}
+    assert all(each.check.holds for each in limited)
+    frame = exact.evidence_frame()
+    assert frame.how.str.len().min() > 0
+    assert frame.value.tolist() == [each.value for each in exact.numbers]
 
 
 @pytest.mark.slow

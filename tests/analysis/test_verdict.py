@@ -17,13 +17,13 @@ from mechinterp.analysis.classified import (
     nearest_learners,
     upper_limit,
 )
+from mechinterp.analysis.evidence import Criterion, Number
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
-from mechinterp.analysis.multi_layer.naming import CONTAINED
+from mechinterp.analysis.multi_layer.naming_rules import CONTAINED
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.analysis.one_layer.label_rules import Criterion
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithms import ALGORITHMS
@@ -176,6 +176,8 @@ def test_calibration_is_what_the_analyses_counted():
 def test_a_number_without_a_text_is_refused():
     with refused("texts.toml", "sharpness"):
         Criterion("sharpness", 0.5, 1.0)
+    with refused("texts.toml", "sharpness"):
+        Number("sharpness", 0.5)
 
 
 def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():

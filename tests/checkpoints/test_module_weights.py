@@ -297,6 +297,28 @@ def test_proven_readings_of_different_labels_leave_the_module_undetermined():
     assert "--score" in found.reason
 
 
+def test_a_name_too_is_the_one_on_which_all_proven_readings_agree():
+    hooked = hook_module(one_length(with_circuits(Own(4), [1.0], [0.8])), task=TASK)
+    agreed = name_algorithm(hooked, n_prompts=64)
+    first, second = by_weights(hooked).readings
+    alone = name_algorithm(first.weights, task=TASK, n_prompts=64)
+    assert (agreed.label, agreed.reason) == (alone.label, alone.reason)
+    assert agreed.label == "gradient_descent"
+    other = replace(
+        second, build=lambda: second.build().with_tensors({"attn.W_O": 0 * second.weights.W_O})
+    )
+    for readings, of_first in (((first, other), "gradient_descent"), ((other, first), "")):
+        source = replace(by_weights(hooked), own=readings[0].weights, readings=readings)
+        found = name_algorithm(source, n_prompts=64)
+        assert (found.label, found.why, found.mechanism) == ("undetermined", "readings", "undetermined")  # fmt: skip
+        assert "--score" in found.reason
+        assert "gradient_descent for" in found.reason
+        assert found.nearest == of_first
+        assert not found.evidence().get("scalar_sems", ())
+        assert "" not in set(found.to_frame().why_not)
+        assert found.sentences()[0].startswith("The label is undetermined: ")
+
+
 def test_heads_get_the_numbers_of_the_module_and_must_be_masked_alike():
     # Heads of equal QK can share what they write in any parts: the whole prediction does not show them.
     parts = [0.2, 0.3, 0.5]

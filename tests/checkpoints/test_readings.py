@@ -1,6 +1,7 @@
 """What files leave open is tried: the loss decides, or the label waits for the option that decides."""
 
 import pickle
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import candidates as cases
 from mechinterp.checkpoints.foreign import score
-from mechinterp.checkpoints.foreign.agreed import agreed_label
+from mechinterp.checkpoints.foreign.agreed import agreed_label, readings_note
 from mechinterp.checkpoints.foreign.described import MOST_SHOWN
 from mechinterp.checkpoints.foreign.doubts import advice, tied
 from mechinterp.checkpoints.foreign.score import Reading, ranked
 from mechinterp.checkpoints.load import convert
+from mechinterp.checkpoints.module_weights import ProvenPredictor
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
@@ -33,7 +37,7 @@ from tests.checkpoints.foreign_files import (
     random_heads,
     softmax_paper_state,
 )
-from tests.conftest import CHECKPOINTS
+from tests.conftest import CHECKPOINTS, Run
 
 pytestmark = pytest.mark.usefixtures("small_null")
 FEW = {"n_prompts": 64}
@@ -98,12 +102,46 @@ def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     assert result.label == "undetermined"
     for part in ("--score", "linear_gd", "kernel_regression"):
         assert part in result.reason
+    named = name_algorithm(checkpoint, n_prompts=32)
+    assert (named.label, named.why) == ("undetermined", "readings")
+    assert "--score" in named.reason
+    assert "--score" in readings_note(checkpoint)
     # A file of open score is not written as if it were said.
     assert_refused("state the score", convert, checkpoint, "native", tmp_path / "out")
     again = pickle.loads(pickle.dumps(checkpoint))
     assert [each.loss for each in again.readings] == losses
     OV, expected = (each.readings[1].weights.OV for each in (again, checkpoint))
     assert torch.equal(OV, expected)
+
+
+@pytest.mark.slow
+def test_numbers_of_a_file_of_open_score_say_whose_they_are(tmp_path: Path, run: Run):
+    file = as_circuits(heads_of("softmax-h1-s0"), tmp_path / "h1.npz")
+    shown = run("ablate", file, "--n-prompts", 16).done().out
+    assert shown.index("--score") < shown.index("L0H0")
+    stated = run("ablate", file, "--n-prompts", 16, "--score", "softmax").done().out
+    assert "--score" not in stated
+
+
+@pytest.mark.slow
+def test_layers_whose_readings_have_two_names_are_undetermined_in_every_part():
+    """A second reading of a model of two layers that predicts 0 after them."""
+    model = gradient_descent_model([0.5, 0.3], d_x=2)
+    names = ("linear", "linear/L")
+    of_zero = model.with_tensors({"attn.W_O": 0 * model.W_O})
+    readings = tuple(
+        Reading({"score": name}, lambda own=own: own, 0.2, 0.01, True, True, True)
+        for name, own in zip(names, (model, of_zero), strict=True)
+    )
+    task = TaskConfig(d_x=2)
+    source = ProvenPredictor(own=model, task=task, law_stated=True, readings=readings)
+    found = classify(source, n_prompts=32)
+    assert found.label == found.algorithm.label == "undetermined"
+    assert found.reason == found.algorithm.reason
+    assert "--score" in found.reason
+    assert (
+        classify(replace(source, readings=readings[:1]), n_prompts=32).label == "gradient_descent"
+    )
 
 
 @pytest.mark.slow

@@ -192,25 +192,19 @@ def test_a_table_of_failures_and_of_nothing(tmp_path: Path):
     for name in ("a.csv", "a.parquet"):
         write_table(tmp_path / name, failed)
     assert pd.read_parquet(tmp_path / "a.parquet")["error"].tolist() == ["gone"]
-    # The evidence of several layers has a table called path, which is not the checkpoint's.
-    several = {"path": "x.pt", "evidence": {"path": [{"layer": 0}, {"layer": 1}], "r2": 0.5}}
-    assert classification_frame([several]).iloc[0][["path", "r2"]].tolist() == ["x.pt", 0.5]
     assert list(classification_frame([]).columns) == [
         *("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y", "error")
     ]
     mixed = [
-        {
-            "path": "a",
-            "pattern": "p",
-            "evidence": {"eta": [0.5], "ok": True, "many": [1, 2], "r2": None},
-        },
-        {"path": "b", "pattern": "q", "evidence": {"eta": [0.5, 0.6], "r2": float("nan")}},
+        {"path": "a", "pattern": "p", "eta": 0.5, "ok": True, "many": None, "r2": None},
+        {"path": "b", "pattern": "q", "eta": None, "r2": float("nan"), "labels": ["positive"]},
         *failed,
     ]
     write_table(tmp_path / "b.parquet", mixed)
     frame = pd.read_parquet(tmp_path / "b.parquet")
     assert not {"many", "r2"} & set(frame.columns)
     assert (frame["eta"][0], frame["ok"][0]) == (0.5, True)
+    assert frame["labels"][1].tolist() == ["positive"]
     assert frame["eta"].isna().tolist() == [False, True, True]
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):

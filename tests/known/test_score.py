@@ -1,6 +1,8 @@
 """Scores: the truth has the best ones, a random order those of chance, the reversed order the worst."""
 
+import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from analyses.known.methods import components, edge_frame, patches, random_order
+from mechinterp import local_learning_coefficient
 from mechinterp.known import Entry, Suite, judge_sampler, score, suite
 from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
 from tests.conftest import Run, refused
@@ -139,6 +142,33 @@ def test_a_sampler_is_judged_by_its_bias_and_its_coverage():
     assert high.summary().iloc[-1]["within_2"] == 0
     refused = judge_sampler(lambda entry, seed: (float("nan"), float("nan")), HAND, seeds=(0,))
     assert refused.summary().iloc[-1]["within_2"] == 0
+
+
+def test_the_estimator_of_this_package_is_judged_as_it_is():
+    """Few draws: only the call is of interest, and that the numbers are those of the function itself."""
+    chosen = some("gd-2", "minimum-2")
+    chains = {"n_chains": 4, "n_draws": 20, "n_warmup": 10}
+    estimator = partial(local_learning_coefficient, chains=chains)
+    row = judge_sampler(estimator, chosen, seeds=(3,)).to_frame().iloc[0]
+    own = local_learning_coefficient(chosen["minimum-2"].checkpoint, chains=chains, seed=3)
+    assert (row["entry"], row["estimate"], row["sem"]) == ("minimum-2", own.estimate, own.sem)
+    assert row["exact"] == own.exact
+    assert len(inspect.signature(local_learning_coefficient).parameters) <= 9
+
+
+def test_a_sampler_may_say_what_it_costs():
+    judged = judge_sampler(lambda entry, seed: (8.0, 1.0, 500), HAND, seeds=(0,))
+    assert judged.summary().iloc[-1]["gradients"] == 500
+    silent = judge_sampler(lambda entry, seed: (8.0, 1.0), HAND, seeds=(0,))
+    assert np.isnan(silent.summary().iloc[-1]["gradients"])
+
+
+@pytest.mark.parametrize("answer", [8.0, (8.0,), ("high", 1.0), (1.0, 2.0, 3.0, 4.0), None])
+def test_a_sampler_that_gives_something_else_is_refused(answer: object):
+    with refused("estimate, standard error"):
+        judge_sampler(lambda entry, seed: answer, HAND, seeds=(0,))
+    with refused("standard error", "-1"):
+        judge_sampler(lambda entry, seed: (1.0, -1.0), HAND, seeds=(0,))
 
 
 METHOD = """

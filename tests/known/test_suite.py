@@ -15,7 +15,7 @@ from analyses.known.build import SHAPLEY_PROMPTS
 from analyses.known.models import CS, ETAS, GAMMAS, WIDE
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known import Entry, suite
-from mechinterp.known.entries import FOLDER, HASHES, TRUTHS
+from mechinterp.known.entries import FOLDERS, HASHES, TRUTHS
 from tests.conftest import refused, sampled
 
 ROOT = Path(__file__).parents[2]
@@ -28,23 +28,23 @@ FEW = {
 
 
 def test_the_version_is_that_of_its_files_and_of_the_citation():
-    assert hashlib.sha256((FOLDER / TRUTHS).read_bytes()).hexdigest() == HASHES[1]
+    assert hashlib.sha256((FOLDERS[1] / TRUTHS).read_bytes()).hexdigest() == HASHES[1]
     assert HASHES[1] in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert len(ALL) == len(suite(trained="none")) + 15
     assert len(suite()) == len(ALL) - 5
 
 
 def test_a_changed_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("mechinterp.known.entries.FOLDER", tmp_path)
-    text = (FOLDER / TRUTHS).read_text(encoding="utf-8")
+    text = (FOLDERS[1] / TRUTHS).read_text(encoding="utf-8")
+    monkeypatch.setitem(FOLDERS, 1, tmp_path)
     (tmp_path / TRUTHS).write_text(text.replace("gradient_descent", "gradient_ascent"))
     with refused(TRUTHS):
         suite()
 
 
 def test_what_it_lacks_is_refused():
-    with refused("version", 2):
-        suite(2)
+    with refused("version", 3):
+        suite(3)
     with refused("trained", "'most'"):
         suite(trained="most")
     with pytest.raises(KeyError, match="gd-9"):

@@ -5,8 +5,8 @@ what breaks when they are masked and not by their circuits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,9 @@ from mechinterp.analysis.classified import (
 )
 from mechinterp.analysis.labels import ALGORITHMS, ALGORITHMS_RANGE, NO_LABEL
 from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
-from mechinterp.analysis.multi_layer.naming import UNSTRUCTURED, Limits, Naming, name_algorithm
+from mechinterp.analysis.multi_layer.naming import name_algorithm
+from mechinterp.analysis.multi_layer.naming_result import Naming
+from mechinterp.analysis.multi_layer.naming_rules import UNSTRUCTURED, Limits
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
 from mechinterp.analysis.result import HEADS, Table, records, tables_of
 from mechinterp.analysis.stats import best_factor
@@ -65,6 +67,11 @@ class LayeredClassification(Classified):
         "rise_sem": "Standard error of rise, paired over prompts.",
     }
     UNITS: ClassVar = {"y²": ("rise",)}
+
+    def relabelled(self, label: str, reason: str) -> "LayeredClassification":
+        """This result and its algorithm with the label of the whole file, if the file has several readings."""
+        algorithm = self.algorithm and self.algorithm.relabelled(label, reason)
+        return replace(self, label=label, reason=reason, algorithm=algorithm)
 
     @property
     def verdict(self) -> Verdict:
@@ -158,9 +165,10 @@ class LayeredClassification(Classified):
         own = {} if self.algorithm is None else self.algorithm.figures()
         return own | {"classify": self.plot()}
 
-    def to_document(self) -> dict:
-        """Pattern, heads by their ablation, evidence and verdict."""
-        evidence = {
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Risk, R² of simple learners, and the numbers of the algorithm."""
+        return {
             "excess_risk": self.heads.full_risk,
             "excess_risk_sem": self.heads.full_risk_sem,
             "context_length": self.task.context_length,
@@ -168,7 +176,10 @@ class LayeredClassification(Classified):
             "learner_r2_sem": dict(zip(self.near.learners, self.near.r2_sem, strict=True)),
             **({} if self.algorithm is None else self.algorithm.evidence()),
         }
-        return self.document(records(self.to_frame()), evidence)
+
+    def to_document(self) -> dict:
+        """Pattern, heads by their ablation, evidence and verdict."""
+        return self.document(records(self.to_frame()))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""

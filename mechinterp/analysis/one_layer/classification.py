@@ -21,16 +21,13 @@ from mechinterp.analysis.classified import (
     is_behind,
     nearest_learners,
 )
+from mechinterp.analysis.evidence import NUMBER_COLUMNS, Criterion, Number, require_text
 from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
 from mechinterp.analysis.learners.nearest import NEAR, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
-from mechinterp.analysis.one_layer.label_rules import (
-    Criterion,
-    Evidence,
-    Form,
-    Scales,
-    require_text,
-)
+from mechinterp.analysis.one_layer.label_rules import Evidence
+from mechinterp.analysis.one_layer.qk_form import QKForm
+from mechinterp.analysis.one_layer.scales import Scales
 from mechinterp.analysis.result import HEADS, Band, Card, Table, known
 from mechinterp.display import counted
 
@@ -43,38 +40,6 @@ RANDOM = ("qk_diagonal", "ov_last_entry")
 """Numbers of heads that have a p-value under random heads."""
 UNSHOWN = ("unserved", "step")
 """Scales that are no numbers of evidence."""
-
-
-@dataclass(frozen=True, eq=False)
-class Number:
-    """A number of evidence, as the page, JSON and the terminal show it."""
-
-    column: str
-    """Name of the number; with the index of the entry if there are several."""
-    value: float
-    sem: float
-    """Standard error over prompts; NaN if there is none."""
-    check: Criterion | None
-    """Limit of the number for the label, with its direction; None if the label has none."""
-    band: Band | None
-    """Range of the number over models with random initial weights; None if there is none."""
-    p_value: float
-    """Fraction of models with random initial weights that reach the number; NaN if they were not compared."""
-    text: str
-    """Description of how the number is computed."""
-
-    @property
-    def row(self) -> dict[str, object]:
-        """Row of the table of evidence."""
-        return {
-            "evidence": self.column,
-            "value": self.value,
-            "sem": self.sem,
-            "limit": "" if self.check is None else self.check.bound,
-            "random_weights": self.band or "",
-            "p_value": self.p_value,
-            "how": self.text,
-        }
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -95,13 +60,7 @@ class Classification(Evidence, Classified):
         "label": "Kind of head: signs of omega and mu, or why the head has none.",
         **{name: known(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
         **{f"{n}_p": f"Fraction of random heads that reach {n}." for n in RANDOM},
-        "evidence": "Name of the measured number.",
-        "value": "The number.",
-        "sem": "Standard error of the number over prompts.",
-        "limit": "Limit of the number for the label.",
-        "random_weights": "Range of the number over models with random initial weights, 5% to 95%.",
-        "p_value": "Fraction of models with random initial weights that reach the number.",
-        "how": "How the number is computed.",
+        **NUMBER_COLUMNS,
     }
     """Meanings of the columns that are no field."""
     checks: tuple[Criterion, ...]
@@ -219,7 +178,8 @@ class Classification(Evidence, Classified):
 
     @property
     def row(self) -> dict[str, object]:
-        """Row of this model in a table of many models: label, labels and scales of the heads, and sums over heads."""
+        """Row of this model in a table of many models: as of every model, and labels and scales of the heads, and sums over
+        heads."""
         mu, active = self.circuits.mu[0].mean(1), np.array(self.labels) != "dummy"
         return {
             **super().row,
@@ -264,15 +224,15 @@ class Classification(Evidence, Classified):
         known = {name: each.value for name, each in checks.items()} | self.compared | self.evidence
         return [
             Number(
-                column=name if np.ndim(known[name]) == 0 else f"{name}_{n}",
+                name=name,
                 value=value,
                 sem=known.get(f"{name}_sem", np.nan),
                 check=checks.get(name),
                 band=self._band(name, value),
                 p_value=self.p_values.get(name, np.nan),
-                text=text,
+                entry=n if np.ndim(known[name]) else None,
             )
-            for name, text in TEXTS["numbers"].items()
+            for name in TEXTS["numbers"]
             if known.get(name) is not None
             for n, value in enumerate(np.ravel(known[name]).tolist())
         ]
@@ -309,7 +269,7 @@ class Classification(Evidence, Classified):
             {"layer": 0, "head": head, "label": label} | {n: v[head] for n, v in columns.items()}
             for head, label in enumerate(self.labels)
         ]
-        return self.document(heads, self.evidence)
+        return self.document(heads)
 
     def plot(self) -> go.Figure:
         """Numbers behind the label, beside their limits and their ranges under random weights."""
@@ -336,7 +296,7 @@ def _other(near: Nearby, n: int) -> str:
 
 
 def _smoother(
-    form: Form, omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, "head d_y"], kernel: str
+    form: QKForm, omega: Float[np.ndarray, " head"], mu: Float[np.ndarray, "head d_y"], kernel: str
 ) -> str:
     similar = "x_lᵀΩx" if form.kind == "common" else "x_l·x"
     if len(omega) == 1:

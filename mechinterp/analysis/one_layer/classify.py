@@ -24,23 +24,16 @@ from mechinterp.analysis.labels import PATTERNS_RANGE
 from mechinterp.analysis.learners.nearest import Evaluation, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
 from mechinterp.analysis.one_layer.classification import RANDOM, Classification
+from mechinterp.analysis.one_layer.head_statistics import HeadStatistics, read_heads
 from mechinterp.analysis.one_layer.label_rules import (
     Decision,
     Evidence,
-    Form,
-    Heads,
-    Scales,
-    Thresholds,
     assumed_covariance,
-    faithfulness,
-    form_of,
     head_decisions,
-    idealised,
     model_decision,
-    read_heads,
-    scales_of,
 )
 from mechinterp.analysis.one_layer.linear_components import Components, components
+from mechinterp.analysis.one_layer.qk_form import QKForm, form_of
 from mechinterp.analysis.one_layer.random_null import (
     SMALL_IS_STRUCTURE,
     Null,
@@ -48,6 +41,9 @@ from mechinterp.analysis.one_layer.random_null import (
     null_of,
     random_shape,
 )
+from mechinterp.analysis.one_layer.scales import Scales, scales_of
+from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
@@ -241,7 +237,7 @@ def _formula(
     return prompts.gradient_step(scales.step, centred=centred)
 
 
-def _null(weights: Weights, task: TaskConfig, form: Form) -> Null:
+def _null(weights: Weights, task: TaskConfig, form: QKForm) -> Null:
     """Null distribution of models of the same shape."""
     model = weights.model
     law = (model.score, model.score_slope, model.attend_to_self)
@@ -250,7 +246,7 @@ def _null(weights: Weights, task: TaskConfig, form: Form) -> Null:
 
 
 def _compared(
-    groups: Heads, scales: Scales, substitution_r2: float, task_r2: float
+    groups: HeadStatistics, scales: Scales, substitution_r2: float, task_r2: float
 ) -> dict[str, float]:
     """Numbers that are compared with random models, by name."""
     return {
@@ -263,7 +259,7 @@ def _compared(
 
 
 def _components(
-    form: Form, scales: Scales, task: TaskConfig, limits: Thresholds
+    form: QKForm, scales: Scales, task: TaskConfig, limits: Thresholds
 ) -> Components | None:
     """Principal components that a step of linear attention uses, if the task has one response."""
     if form.kind != "matrix" or task.d_y > 1 or task.supports is not None or no_law(task):

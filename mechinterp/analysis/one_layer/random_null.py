@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.nearest import evaluation
-from mechinterp.analysis.one_layer.label_rules import (
-    Form,
-    Thresholds,
-    common_matrix,
-    idealised,
-    spread_over_heads,
-)
+from mechinterp.analysis.one_layer.qk_form import QKForm, common_matrix
+from mechinterp.analysis.one_layer.scales import spread_over_heads
+from mechinterp.analysis.one_layer.substitution import idealised
+from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import head_outputs, share_of, stack
@@ -94,7 +91,7 @@ def _statistics(
     matrix = torch.eye(task.d_x, dtype=torch.float64, device="cpu")
     if form == "common":
         matrix = common_matrix(blocks, torch.ones_like(blocks[:, :, 0, 0]))[:, None]
-    ideal = Form(form, matrix)
+    ideal = QKForm(form, matrix)
     omega = ideal.omega(blocks)
     sizes = omega.norm(dim=2) if form == "diagonal" else omega.mean(2).abs()
     mu = weights.mu.view(n_models, n_heads, task.d_y)

@@ -1,23 +1,27 @@
-"""Label of a file that leaves settings open: the one on which all its possible readings agree."""
+"""Results for a file that leaves settings open: the label on which all its possible readings agree, and a note on the readings
+for results that are numbers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import combinations
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mechinterp.checkpoints.foreign.options import option
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
 
 
 @runtime_checkable
 class Labelled(Protocol):
-    """A result with a label and the reason for it; a dataclass."""
+    """A result with a label and the reason for it."""
 
     @property
     def label(self) -> str: ...
 
     @property
     def reason(self) -> str: ...
+
+    def relabelled(self, label: str, reason: str) -> Any:
+        """The result of the first reading, with the label and the reason of the whole file."""
+        ...
 
 
 L = TypeVar("L", bound=Labelled)
@@ -48,7 +52,7 @@ def over_readings(
     doubt = "" if fitting[0].predicts else source.doubt  # type: ignore[attr-defined]
     labels = [each.label for each in results]
     label, reason = agreed_label(labels, results[0].reason, fitting, doubt)
-    return cast("L", replace(results[0], label=label, reason=reason))  # type: ignore[type-var]
+    return results[0].relabelled(label, reason)
 
 
 def agreed_label(
@@ -75,13 +79,35 @@ def agreed_label(
     labelled = list(zip(patterns, possible, strict=True))
     best = {pattern: reading for pattern, reading in reversed(labelled)}
     named = "; ".join(f"{pattern} for {reading!r}" for pattern, reading in reversed(best.items()))
-    # Settings in which readings with different labels differ; one that differs alone is preferred.
+    apart = [(one, other) for (a, one), (b, other) in combinations(labelled, 2) if a != b]
+    why = f"the file does not state {_deciding(apart)}, which decides the label"
+    return "undetermined", f"{why}: {named} (loss / loss of predicting 0)"
+
+
+def _deciding(pairs: Sequence[tuple[Reading, Reading]]) -> str:
+    """Options in which the readings of each pair differ; one that differs alone is preferred."""
     differing = [
-        {name for name, _ in one.tried.items() ^ other.tried.items()}
-        for (label, one), (another, other) in combinations(labelled, 2)
-        if label != another
+        {name for name, _ in one.tried.items() ^ other.tried.items()} for one, other in pairs
     ]
     alone = [names for names in differing if len(names) == 1]
-    options = " and ".join(map(option, sorted(set.union(*(alone or differing)))))
-    why = f"the file does not state {options}, which decides the label"
-    return "undetermined", f"{why}: {named} (loss / loss of predicting 0)"
+    return " and ".join(map(option, sorted(set.union(*(alone or differing)))))
+
+
+def readings_note(source: object) -> str:
+    """Sentence on the reading that numbers without a label belong to, if several readings of a file predict; else empty.
+
+    Args:
+        source: A checkpoint, or any other source of an analysis, which has no readings.
+    """
+    readings: Sequence[Reading] = getattr(source, "readings", ())
+    if isinstance(readings, LazyReadings):
+        return ""  # a file that leaves nothing open
+    possible = [each for each in readings if each.stands and each.predicts]
+    if len(possible) < 2:
+        return ""
+    first, *others = possible
+    options = _deciding([(first, other) for other in others])
+    return (
+        f"The file does not state {options}: the numbers are those of {first!r}; {others[0]!r} predicts too "
+        "(loss / loss of predicting 0)."
+    )
