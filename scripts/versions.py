@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 FAST = "not slow and not exhaustive"
 SUMMARY = re.compile(r"^(?:=+ )?(\d+ (?:failed|passed|error).* in [\d.]+s.*?)(?: =+)?$", re.M)
-# Old versions warn of what newer ones have changed since.
-OLD = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+# As in `make test`, without checks of signatures; old versions warn of what newer ones have changed since.
+OPTIONS = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+OPTIONS += ["-o", "addopts=--strict-markers"]
 
 
 def requirements(uv: str, python: str, lowest: bool) -> str:
@@ -82,7 +83,17 @@ def tested(uv: str, place: Path, python: str, lowest: bool) -> tuple[str, bool]:
         environment(uv, place, python, lowest)
     except (LookupError, RuntimeError, subprocess.CalledProcessError) as error:
         return f"not tested: {error}", isinstance(error, LookupError)
-    command = [str(place / "bin" / "python"), "-m", "pytest", "-n", "2", "-m", FAST, *OLD]
+    command = [
+        str(place / "bin" / "python"),
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "-m",
+        FAST,
+        *OPTIONS,
+        "tests",
+    ]
     log = place.with_suffix(".log")
     with log.open("w", encoding="utf-8") as output:
         run = subprocess.run([*command, *sys.argv[3:]], stdout=output, stderr=output, cwd=ROOT)

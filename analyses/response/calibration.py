@@ -11,8 +11,8 @@ analyses/results/response/response_calibration.csv.
 """
 
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import numpy as np
@@ -30,7 +30,6 @@ from analyses.response.families import BATCH, FAMILIES, KERNEL, NOT_LINEAR, STIL
 from mechinterp import response, sample_prompts
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.training.train import train
 
 FILE = "response/response_calibration.csv"
 FIRST, SECOND = 100, 200
@@ -93,11 +92,14 @@ def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str
     return frozenset(right)
 
 
-def one_layer(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
-    """Models trained by plain PyTorch; the seed of a set moves their prompts and weights."""
+def one_layer(known: set[tuple[str, int]]) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models trained by plain PyTorch, six of a setting at once; settings whose models are known are left out."""
     for number, setting in enumerate(SETTINGS):
+        name = f"trained {setting.name}"
+        if all((name, replica) in known for replica in range(plain_training.REPLICAS)):
+            continue
         task = TaskConfig(d_x=setting.d_x, context_length=setting.length, noise_var=setting.noise)
-        weights, _ = plain_training.trained(setting, seed=1000 * first + number)
+        weights, _ = plain_training.trained(setting, seed=1000 * FIRST + number)
         for replica in range(plain_training.REPLICAS):
             own = {name: w[replica : replica + 1].double() for name, w in weights.items()}
 
@@ -107,27 +109,15 @@ def one_layer(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]
                 given = {name: w.to(prompts.y) for name, w in own.items()}
                 return plain_training.predictions(setting, given, prompts.tokens)[0]
 
-            yield f"trained {setting.name}", replica, learner, task, 1
+            yield name, replica, learner, task, 1
 
 
-def deep(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
-    """Models of two and three layers trained by the package."""
-    for score, n_layers in DEEP:
-        for seed in range(first, first + DEEP_SEEDS):
-            with TemporaryDirectory() as folder:
-                checkpoint = train(config_of(score, n_layers, seed), out=Path(folder) / "model")
-                predictor = checkpoint.predictor
-
-                def learner(prompts: Prompts, predictor=predictor) -> Tensor:
-                    return predictor.with_gradients(prompts)
-
-                yield (
-                    f"trained {score}, {n_layers} layers",
-                    seed,
-                    learner,
-                    checkpoint.task,
-                    n_layers,
-                )
+def deep(known: set[tuple[str, int]]) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models of two and three layers trained by the package; known ones are left out."""
+    for (score, n_layers), seed in product(DEEP, range(FIRST, FIRST + DEEP_SEEDS)):
+        name, config = f"trained {score}, {n_layers} layers", config_of(score, n_layers, seed)
+        if (name, seed) not in known:
+            yield name, seed, transformers.trained(config), config.task, n_layers
 
 
 def row_of(
@@ -161,7 +151,7 @@ def first_set(known: set[tuple[str, int]]) -> Iterator[Drawing]:
         for name, build in FAMILIES.items():
             drawn = build(np.random.default_rng([crc32(name.encode()), seed]))
             yield "functions", name, seed, drawn.learner, drawn.task, drawn.right
-    for name, seed, learner, task, n_layers in (*one_layer(FIRST), *deep(FIRST)):
+    for name, seed, learner, task, n_layers in chain(one_layer(known), deep(known)):
         yield "trained models", name, seed, learner, task, right_of(learner, task, n_layers)
 
 
