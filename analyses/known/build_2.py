@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from analyses.known.effects import all_effects
+from analyses.known.held import held, held_by_trained
 from analyses.known.models import Made
 from analyses.known.models_2 import made_2, trained_2
 from analyses.lib.measured import ROOT
@@ -19,6 +20,7 @@ from mechinterp.known.truth import Truth
 
 CARRIED = ("algorithm", "components", "learning_coefficient")
 """Answers that entries of version 1 keep."""
+Arrays = dict[str, np.ndarray]
 Stated = dict[str, tuple[str, Any, float]]
 """How each answer is known, its value and error."""
 
@@ -28,8 +30,9 @@ def main(folder: Path) -> None:
     documents, arrays = {}, {}
     for name, own in made_2().items():
         save(folder / name, own.config, own.weights, step=0)
-    for name, document in headers(folder).items():
-        documents[name], found = answered(folder, name, document)
+    for name, header in headers(folder).items():
+        entry = entry_of(folder, name, header)
+        documents[name], found = with_variables(entry, *answered(entry, header))
         arrays |= {f"{name}/{truth}": values for truth, values in found.items()}
         print(name, {n: k["error"] for n, k in documents[name]["truth"].items()}, flush=True)
     write(folder, documents, arrays)
@@ -37,7 +40,8 @@ def main(folder: Path) -> None:
 
 def write(folder: Path, documents: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """Write truths.json and truths.safetensors; the hash of the first."""
-    save_file(dict(arrays), folder / ARRAYS)
+    # safetensors writes the memory of an array as it lies, so that a view would be stored in another order.
+    save_file({name: np.ascontiguousarray(each) for name, each in arrays.items()}, folder / ARRAYS)
     stated = {"arrays": _sha256(folder / ARRAYS), "entries": documents}
     text = json.dumps(stated, separators=(",", ":"), allow_nan=False) + "\n"
     (folder / TRUTHS).write_text(text, encoding="utf-8")
@@ -52,6 +56,7 @@ def headers(folder: Path) -> dict[str, dict[str, Any]]:
     further = {}
     for name, own in made_2().items():
         kind = "hand-made" if own.coefficient is None else "minimum"
+        kind = "random" if name.startswith("random-") else kind
         further[name] = _header(folder / name, kind, trained=False) | {"suite": 2}
     trained = {n: _header(ROOT / "checkpoints" / n, "trained", trained=True) for n in trained_2()}
     return first | further | trained
@@ -62,20 +67,22 @@ def _header(path: Path, kind: str, *, trained: bool) -> dict[str, Any]:
     return {"kind": kind, "trained": trained, "file": file, "sha256": _sha256(path / file)}
 
 
-def answered(
-    folder: Path, name: str, header: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Document of an entry with its answers, and those that are arrays."""
+def entry_of(folder: Path, name: str, header: Mapping[str, Any]) -> Entry:
+    """Entry without its truth."""
     path = folder / name
     if header["trained"]:
         path = ROOT / "checkpoints" / name
     elif header["suite"] == 1:
         path = FOLDERS[1] / name
-    entry = Entry(name, header["kind"], path, Truth(), version=2)
+    return Entry(name, header["kind"], path, Truth(), version=2)
+
+
+def answered(entry: Entry, header: Mapping[str, Any]) -> tuple[dict[str, Any], Arrays]:
+    """Document of an entry with its answers, and those that are arrays."""
     stated: Stated = {
         truth: ("computed exactly", *computed) for truth, computed in all_effects(entry).items()
     }
-    stated |= _carried(name) | _of_made(made_2().get(name))
+    stated |= _carried(entry.name) | _of_made(made_2().get(entry.name))
     truth, arrays = {}, {}
     for each, (how, value, error) in stated.items():
         truth[each] = {"how": how, "error": float(f"{error:.1g}")}
@@ -83,7 +90,28 @@ def answered(
             arrays[each] = value
         else:
             truth[each]["value"] = value
-    return header | {"truth": truth}, arrays
+    return {**header, "truth": truth}, arrays
+
+
+def with_variables(
+    entry: Entry, document: Mapping[str, Any], arrays: Arrays
+) -> tuple[dict[str, Any], Arrays]:
+    """Document with the variables of an entry, and the arrays with the bases of their subspaces."""
+    weights = entry.checkpoint.weights
+    trained = document["trained"]
+    variables = held_by_trained(weights) if trained else held(entry.name, weights.model)
+    if not variables:
+        return dict(document), arrays
+    stated = [
+        {"name": each.name, "hook": each.hook, "at": each.at, "size": len(each.basis)}
+        | ({} if each.reference is None else {"reference": each.reference})
+        for each in variables
+    ]
+    known = {f"variables/{each.name}": each.basis for each in variables if each.known}
+    truth = dict(document["truth"])
+    if known:
+        truth["variables"] = {"how": "by construction", "error": 0.0}
+    return {**document, "truth": truth, "variables": stated}, arrays | known
 
 
 def _carried(name: str) -> Stated:

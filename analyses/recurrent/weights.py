@@ -13,13 +13,18 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from analyses.lib.measured import Measured, checkpoint, losses, shipped
-from mechinterp import name_algorithm, response, sample_prompts
+from mechinterp import Checkpoint, name_algorithm, response, sample_prompts
 from mechinterp.analysis.response import reading
 from mechinterp.icl.predictors import kalman
 from mechinterp.models.weights import Weights
 
 PATTERNS = ("gla-h1-*", "gated-delta-h1-*", "mesa-h1-*")
-LEARNER = {"gated": "forgetting_gd", "gated_delta": "online_gd", "mesa": "recursive_least_squares"}
+LEARNER = {
+    "gated": "forgetting_gd",
+    "delta": "online_gd",
+    "gated_delta": "online_gd",
+    "mesa": "recursive_least_squares",
+}
 """The algorithm that the layer's formula is if keys, queries and values read x and y as they should."""
 SCALED = "with a scaled read-out"
 NAMES = {
@@ -37,12 +42,12 @@ def said_by_weights(weights: Weights) -> dict[str, float]:
     d_x, score = weights.d_x, weights.model.score
     Q, K = (W[0, 0, :d_x].double() for W in (weights.W_Q, weights.W_K))
     copied = (weights.W_V @ weights.W_O)[0, 0, d_x, d_x].item()
-    alpha = torch.sigmoid(tensors["attn.b_gate"]).item()
+    alpha = torch.sigmoid(tensors["attn.b_gate"]).item() if "attn.b_gate" in tensors else 1.0
     asked = weights.scale * Q @ K.mT
     if score == "gated":
         return {"alpha": alpha, "eta": _mean(asked) * copied}
     beta = torch.sigmoid(tensors["attn.b_beta"]).item()
-    if score == "gated_delta":
+    if score != "mesa":
         norm = _mean(K @ K.mT)
         return {"alpha": alpha, "eta": beta * norm, "factor": _mean(asked) / norm * copied}
     ridge = softplus(tensors["attn.b_ridge"])[0, 0].double()
@@ -77,9 +82,8 @@ def said_by_predictions(name: str, n_prompts: int) -> dict[str, Any]:
     return row
 
 
-def loss_over_bayes(name: str) -> dict[str, float]:
+def loss_over_bayes(model: Checkpoint) -> dict[str, float]:
     """Excess risk at the query over that of the Bayes learner, on 4,096 prompts of the model's task, with its error."""
-    model = checkpoint(name)
     prompts = sample_prompts(model, dtype=torch.float64)
     predictions = (
         model.predictor.predict(prompts.to(torch.float32)),
@@ -108,7 +112,7 @@ def measure(quick: bool) -> Measured:
                 "drift": model.task.drift,
                 "loss_half": loss.loc[model.config.train.steps // 2],
                 "loss": loss.iloc[-1],
-                **loss_over_bayes(name),
+                **loss_over_bayes(model),
                 **{f"weights_{n}": v for n, v in said.items()},
                 **said_by_predictions(name, QUICK if quick else N_PROMPTS),
             }

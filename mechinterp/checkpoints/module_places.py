@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.names import ATTENTION, INNER, TABLE, Piece, piece_of
 from mechinterp.checkpoints.module_input import Trial
+from mechinterp.models.hooked.delta_layers import delta_names, number_of_heads
 from mechinterp.models.hooked.followed import BY_HEAD, SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
@@ -105,6 +106,7 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
     inner = {(each.path, each.layer) for each in pieces if each.part in (*INNER, BY_HEAD)}
     found = [p.name for p in pieces if p.part == "o" and (p.path, p.layer) in inner]
     names |= modules.keys() & {name.removesuffix(".weight") for name in found}
+    names |= {each.output for each in delta_names(module)}
     if not names and found:
         raise _is_parameter(found[0])
     if not names:
@@ -213,6 +215,11 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
     them."""
     if isinstance(module.get_submodule(output), nn.MultiheadAttention):
         return Inner(output, {})
+    delta = next((each for each in delta_names(module) if each.output == output), None)
+    if delta is not None:
+        before = f"{delta.container}." if delta.container else ""
+        split = {part: before + name for part, name in delta.projections.items() if part in "qkv"}
+        return Inner(delta.container, split if len(split) == 3 else {}, delta)
     alone = Inner(output.rpartition(".")[0], {})
     end = piece_of(f"{output}.weight")
     if end is None:
@@ -269,6 +276,9 @@ def _number_of_heads(trial: Trial, name: str, inner: Inner, heads: int | None) -
 def _heads_shown(trial: Trial, output: str, inner: Inner) -> Iterator[tuple[int, str]]:
     """Numbers of heads that a module shows, each with its place, the most certain first."""
     module = trial.module
+    container = module.get_submodule(inner.container)
+    if inner.delta is not None and (number := number_of_heads(container)):
+        yield number, f"{inner.container}.num_v_heads".removeprefix(".")
     attention, end = module.get_submodule(output), piece_of(f"{output}.weight")
     if isinstance(attention, nn.MultiheadAttention):
         yield attention.num_heads, f"{output}.num_heads"

@@ -111,6 +111,9 @@ def proof_of(module: HookedModule) -> ModuleProof:
     """
     if module.hooked.is_hooked:
         return ModuleProof(why="a hook changes what the module computes")
+    if any(getattr(block.attn, "delta", None) is not None for block in module.model.blocks):
+        why = "convolutions, gates and norms of its recurrent layers are not in the weights of this package"
+        return ModuleProof(why=why)
     try:
         recordings = _recordings(module)
         readings, tried = _readings(module, recordings)

@@ -30,6 +30,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.known.truth import NAMES, Known, Truth, truth_from
+from mechinterp.known.variables import Variable
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear import Heads
 from mechinterp.training.linear import task_moments
@@ -41,12 +42,14 @@ TRUTHS = "truths.json"
 ARRAYS = "truths.safetensors"
 HASHES = {
     1: "625d98716b10cab7d13d302fc2a582cbfdcf9f65ce26ad129d7af827e3ea098b",
-    2: "f157880f2b93e7cbba0b1998d1d7f8184f05fd4a49dd5b7fd8871171ceac0d64",
+    2: "25e688238a6e7f22aec7cf163f7c480bf249eb1f920e83a79ecb8536fa3e9472",
 }
 """SHA-256 of truths.json of each version."""
 TRAINED = ("bundled", "all", "none")
 N_PAIRS = 32
 """Number of pairs of prompts on which effects of heads and edges are computed."""
+N_INTERCHANGED = 64
+"""Number of pairs of base and source prompts on which subspaces are scored."""
 
 
 class LinearHeads(nn.Module):
@@ -98,6 +101,8 @@ class Entry:
     """True if `module` has the entries alone that a known learning coefficient counts."""
     version: int = 1
     """Version of the suite."""
+    variables: tuple[Variable, ...] = ()
+    """Variables of an algorithm that a subspace of the model may hold; version 2."""
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -121,6 +126,8 @@ class Entry:
         parameters that it counts."""
         if self.counted:
             return LinearHeads(heads_of_linear(self.checkpoint.weights))
+        if self.checkpoint.config.model.recurrent:
+            return self.hooked
         return self.as_linear_module()
 
     def as_linear_module(self) -> nn.Module:
@@ -137,6 +144,12 @@ class Entry:
         """Clean and corrupted prompts of the effects of heads and edges; they differ in the task vector."""
         pairs = clean_and_corrupted(self.checkpoint, None, None, n_prompts=N_PAIRS, seed=0)
         return pairs[0].to(torch.float64), pairs[1].to(torch.float64)
+
+    @property
+    def base_and_source(self) -> tuple[Prompts, Prompts]:
+        """Base and source prompts on which subspaces are scored: independent draws of the task."""
+        drawn = self.sample(2 * N_INTERCHANGED, seed=1)
+        return drawn[:N_INTERCHANGED], drawn[N_INTERCHANGED:]
 
     def loss(self, module: nn.Module, batch: Prompts | None = None) -> Float[Tensor, ""]:
         """Mean squared error at the query, in y^2.
@@ -259,8 +272,8 @@ def suite(version: int = 1, *, trained: str = "bundled") -> Suite:
         raise ValueError(f"version must be one of {', '.join(map(str, HASHES))}, got {version}.")
     if trained not in TRAINED:
         raise ValueError(f"trained must be one of {', '.join(TRAINED)}, got {trained!r}.")
-    entries = {}
-    for name, document in documents_of(version).items():
+    entries, documents = {}, documents_of(version)
+    for name, document in documents.items():
         path = _folder_of(name, document, version, trained)
         if path is None:
             continue
@@ -268,8 +281,24 @@ def suite(version: int = 1, *, trained: str = "bundled") -> Suite:
         _require_hash(weights.read_bytes(), document["sha256"], weights)
         truth = truth_from(document["truth"], document.get("arrays"))
         counted = truth.learning_coefficient is not None
-        entries[name] = Entry(name, document["kind"], path, truth, counted, version)
+        variables = _variables(document, documents, path)
+        entries[name] = Entry(name, document["kind"], path, truth, counted, version, variables)
     return Suite(version, entries)
+
+
+def _variables(
+    document: Mapping[str, Any], documents: Mapping[str, Any], own: Path
+) -> tuple[Variable, ...]:
+    """Variables of an entry, with the hand-made model that computes each exactly; for trained models their own."""
+    found = []
+    for stated in document.get("variables", ()):
+        other = stated.get("reference")
+        reference = document if other is None else documents[other]
+        path = own if other is None else FOLDERS[reference["suite"]] / other
+        basis = reference["arrays"][f"variables/{stated['name']}"]
+        place = {name: stated[name] for name in ("name", "hook", "at", "size")}
+        found.append(Variable(**place, path=path, basis=basis))
+    return tuple(found)
 
 
 def documents_of(version: int) -> dict[str, dict[str, Any]]:

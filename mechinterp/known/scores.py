@@ -13,14 +13,21 @@ from jaxtyping import Float
 from mechinterp import figures
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.display import Result
+from mechinterp.known.agreement import (
+    MATTERS,
+    MEANINGS_2,
+    ROUNDING,
+    edge_values,
+    score_circuits,
+    score_edges_of_all,
+    score_heads_of_all,
+    score_subspaces,
+)
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
 from mechinterp.progress import progress
 
-MATTERS = 0.01
-"""A head or edge matters if its effect is above this fraction of the largest."""
-ROUNDING = 1e-9
-"""An effect or a value below this fraction of the largest is 0."""
 MEANINGS = {
+    **MEANINGS_2,
     "edges spearman": ("rank correlation with the effects of single edges", 1.0, 0.0),
     "edges kendall": ("Kendall's tau with the effects of single edges", 1.0, 0.0),
     "edges auroc": (f"AUROC for edges above {MATTERS:.0%} of the largest effect", 1.0, 0.5),
@@ -38,6 +45,8 @@ MEANINGS = {
 }
 """Meaning of each score, its best value, and that of a random order (NaN: depends on the entry)."""
 NO_LABEL = "undetermined"
+AIM, AIMS = "aim", ("in", "out")
+"""Key and values of what a method estimates, effects patched in or out; it is scored on all truths all the same."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +99,9 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
     Args:
         method: Function of an entry, which has no truth. It returns a dict with some of: "edges" (the frame `entry.edges()`
             with a column "value"), "heads" (an array [layer, head]), "learning_coefficient" (estimate and standard error),
-            "label" (a name), "components" (an array [component, d_model]). For an empty dict the entry is left out.
+            "label" (a name), "components" (an array [component, d_model]). Version 2 also has "circuits" (truth values [size,
+            layer, head], circuit k with k heads), "subspace" (a dict with the basis of each of `entry.variables`), and
+            "aim" ("in" or "out"), which changes no score. For an empty dict the entry is left out.
         entries: The suite; None: version 1 with the trained models of the package.
     Raises:
         ValueError: If the method returns something else, or of wrong shape.
@@ -109,14 +120,19 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
         start = time.process_time()
         answers = method(entry.without_truth)
         seconds[entry.name] = time.process_time() - start
-        if not isinstance(answers, Mapping) or answers.keys() - SCORED.keys():
+        scored = SCORED if entry.version == 1 else SCORED_2
+        if not isinstance(answers, Mapping) or answers.keys() - {AIM, *scored}:
             got = list(answers) if isinstance(answers, Mapping) else type(answers).__name__
             raise ValueError(
-                f"{name} must return a dict with some of {', '.join(SCORED)}, got {got}."
+                f"{name} must return a dict with some of {', '.join([*scored, AIM])}, got {got}."
             )
+        if answers.get(AIM, "in") not in AIMS:
+            raise ValueError(f"{AIM} must be one of {', '.join(AIMS)}, got {answers[AIM]!r}.")
         found: dict[str, float] = {}
-        for about, answer in answers.items():
-            found |= SCORED[about](entry, answer)
+        # Circuits that a method names come after those of its ranking, and replace their scores.
+        for about, score_of in scored.items():
+            if about in answers:
+                found |= score_of(entry, answers[about])
         rows += [(entry.name, entry.kind, key, value) for key, value in found.items()]
     return Scores(name, pd.DataFrame(rows, columns=["entry", "kind", "score", "value"]), seconds)
 
@@ -134,19 +150,7 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     known = entry.truth.edges
     if known is None:
         return {}
-    places = entry.edges()
-    if not isinstance(ranking, pd.DataFrame):
-        raise ValueError(f"edges must be a DataFrame, got a {type(ranking).__name__}.")
-    if not {"from", "to", "value"} <= set(ranking):
-        raise ValueError(
-            f"edges must have the columns from, to and value, got {', '.join(map(str, ranking))}."
-        )
-    merged = places.merge(ranking, on=["from", "to"], how="left")
-    values = merged["value"].to_numpy(dtype=float)
-    if len(ranking) != len(places) or len(merged) != len(places) or not np.isfinite(values).all():
-        raise ValueError(
-            f"edges must give each of the {len(places)} edges of {entry.name} one finite value."
-        )
+    places, values = entry.edges(), edge_values(entry, ranking)
     at = np.array([edge_place(*edge) for edge in places.itertuples(index=False)])
     found = _agreement("edges", values, known.value[tuple(at.T)])
     order = np.lexsort([np.random.default_rng(0).random(len(values)), -np.abs(values)])
@@ -240,7 +244,14 @@ SCORED: dict[str, Callable[[Entry, Any], dict[str, float]]] = {
     "label": score_algorithm,
     "components": score_components,
 }
-"""Function that scores each part of a method's answer."""
+"""Function that scores each part of a method's answer in version 1."""
+SCORED_2 = SCORED | {
+    "edges": score_edges_of_all,
+    "heads": score_heads_of_all,
+    "circuits": score_circuits,
+    "subspace": score_subspaces,
+}
+"""Function that scores each part of a method's answer in version 2."""
 
 
 def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, float]:

@@ -89,11 +89,17 @@ def truth_from(
     """The truth of an entry from its JSON document, where null stands for NaN.
 
     Args:
-        arrays: Values that the document does not hold, by the name of the answer.
+        arrays: Values that the document does not hold, by the name of the answer; for a variable "variables/" and its name.
     """
-    known = {}
+    known, arrays = {}, arrays or {}
     for name, stated in document.items():
-        value = stated["value"] if "value" in stated else (arrays or {})[name]
+        value = stated["value"] if "value" in stated else arrays.get(name)
+        if name == "variables":
+            value = {
+                key.removeprefix("variables/"): basis
+                for key, basis in arrays.items()
+                if key.startswith("variables/")
+            }
         if isinstance(value, list):
             value = np.array(value, dtype=float)
         known[name] = Known(value, stated["how"], stated["error"])

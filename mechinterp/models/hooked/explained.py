@@ -37,6 +37,8 @@ def follow(model: ModuleHooks, inputs: Tensor) -> None:
     """Remove the hook points within attention that do not explain the heads' outputs on these inputs."""
     for layer in range(len(model.blocks)):
         heads = cast(Heads, model.blocks[layer].attn)
+        if _is_known_recurrence(model, inputs, heads):
+            continue
         with caught(heads, (*POINTS, "hook_z")) as passed:
             model(inputs)
         gone, reason = _unexplained(model, inputs, heads, passed)
@@ -45,6 +47,23 @@ def follow(model: ModuleHooks, inputs: Tensor) -> None:
         if reason:
             model.unfollowed[layer] = reason
     model.setup()
+
+
+def _is_known_recurrence(model: ModuleHooks, inputs: Tensor, heads: Heads) -> bool:
+    """True if the layer is a recurrence whose form is found; it then gets the hook points of its parts."""
+    delta = heads.delta
+    if delta is None:
+        return False
+    if delta.form is None:
+        model(inputs)
+    if delta.form is None and not delta.settle():
+        heads.delta = None
+        return False
+    del heads.hook_attn_scores
+    for name in ("gate", "beta"):
+        if name in delta.has:
+            heads.add_module(f"hook_{name}", HookPoint())
+    return True
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
+from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames
+
 PROJECTED = ("hook_q", "hook_k", "hook_v")
 BY_HEAD = "qkv by head"
 """Part whose output has the query, key and value of the first head, then those of the second, as in GPT-NeoX and Bloom."""
@@ -62,6 +64,8 @@ class Inner:
     projections: Mapping[str, str]
     """Module name by part: "q", "k", "v", or "kv", "qkv" if one module computes several ("qkv by head": those of each head
     in turn). Empty for a torch.nn.MultiheadAttention, and if no module computes them."""
+    delta: DeltaNames | None = None
+    """Names of a recurrent layer of transformers or flash-linear-attention."""
 
 
 class Heads(nn.Module):
@@ -83,6 +87,8 @@ class Heads(nn.Module):
         """Factor between scores, or weights without a softmax, and the products q.k, on the trial input."""
         self.turned = False
         """True: scores are not proportional to the products q.k, as with rotary positions."""
+        self.delta: DeltaLayer | None = None
+        """Recurrent layer whose state the heads read."""
         self.mask = ""
         """Mask of attention without a softmax, a key of `LINEAR_MASKS`; "" with a softmax."""
         for name in (*POINTS, "hook_z"):
@@ -92,6 +98,11 @@ class Heads(nn.Module):
         """The values after the hook point; unchanged if the layer does not have it."""
         point = getattr(self, name, None)
         return values if point is None else point(values)
+
+    def is_hooked(self, names: Sequence[str]) -> bool:
+        """True if one of these points has a hook."""
+        points = [getattr(self, name, None) for name in names]
+        return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
 
     def written(self, z: Tensor) -> Tensor:
         """Output of each head for the given z, [batch, pos, head, width], without the bias."""

@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.arguments import Split, whole
+from mechinterp.models.hooked.delta_layers import DELTA_POINTS, DeltaLayer
 from mechinterp.models.hooked.followed import (
     POINTS,
     Following,
@@ -72,6 +73,8 @@ class ModuleHooks(CheckedHooks):
 
     Always present: `blocks.{l}.attn.hook_z`, `blocks.{l}.hook_resid_pre` and `hook_resid_post`. If the attention can be followed:
     `blocks.{l}.attn.hook_q`, `hook_k`, `hook_v`, `hook_attn_scores` and `hook_pattern`; else `unfollowed` gives the reason.
+    Recurrent layers of transformers and flash-linear-attention have `hook_gate` and `hook_beta` instead of scores; their
+    pattern times v is what they give to their norm, and z what the norm gives to the output projection.
 
     z is [batch, pos, head, d_head] and the stream [batch, pos, width], with one position if a layer runs at the query only.
     A block that runs several times is one layer per run; layers are numbered in the order in which they run.
@@ -139,8 +142,7 @@ class ModuleHooks(CheckedHooks):
 
     def _followed(self) -> bool:
         """True if a point within attention has a hook, so that attention must be computed step by step."""
-        points = [getattr(b.attn, name, None) for b in self.blocks for name in POINTS]
-        return any(point is not None and (point.fwd_hooks or point.bwd_hooks) for point in points)
+        return any(layer.attn.is_hooked(POINTS) for runs in self._runs for layer in runs.layers)
 
 
 class _Block(nn.Module):
@@ -171,6 +173,12 @@ class _Runs:
         """Register the hooks on the parts of the block."""
         place, inner, part = self.place, self.place.inner, module.get_submodule
         output, block, container = part(place.output), part(place.block), part(inner.container)
+        if inner.delta is not None:
+            delta = DeltaLayer(container, inner.delta, place.n_heads)
+            delta.attach()
+            for layer in self.layers:
+                layer.attn.delta = delta
+            part(inner.delta.norm).register_forward_pre_hook(self._before_norm)
         if isinstance(output, nn.MultiheadAttention):
             # This hook also keeps torch from its fused layer, which would skip the hook points.
             projection, output.out_proj = output.out_proj, _identity(output.out_proj)
@@ -226,18 +234,37 @@ class _Runs:
         return passed(point, values).transpose(0, 1) if turned else passed(point, values)
 
     def _enter(self, container: nn.Module, args: tuple) -> None:
-        self.running.heads = self.heads
+        # Attention of a known recurrence is not looked for among the calls of torch.
+        self.running.heads = None if self._recurrence() is not None else self.heads
         self.heads.passed.clear()
 
     def _leave(self, container: nn.Module, args: tuple, output: object) -> None:
         if self.running.heads is not None:
             self.running.heads.passed.clear()
         self.running.heads = None
+        if self.heads.delta is not None:
+            self.heads.delta.leave()
+
+    def _recurrence(self) -> DeltaLayer | None:
+        """The recurrent layer, if its form is known."""
+        delta = self.heads.delta
+        return None if delta is None or delta.form is None else delta
 
     def _note_projected(
         self, parts: str, projection: nn.Module, args: tuple, output: Tensor
     ) -> Tensor:
+        if self._recurrence() is not None:
+            return output
         return projected(self.heads, parts, output, turned=self.place.heads_turned)
+
+    def _before_norm(self, norm: nn.Module, args: tuple) -> tuple:
+        """What a recurrent layer reads from its state, after the hook points of its parts."""
+        if self.heads.delta is not None:
+            self.heads.delta.noted["z"] = args[0]
+        delta = self._recurrence()
+        if delta is None or not self.heads.is_hooked(DELTA_POINTS):
+            return args
+        return delta.through(self.heads, args[0]), *args[1:]
 
     def _before_projection(self, output: nn.Module, args: tuple) -> tuple:
         return self._through_heads(args[0]), *args[1:]

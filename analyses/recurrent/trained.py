@@ -1,0 +1,249 @@
+"""Error rates of labels and readings of trained layers along the pairs.
+
+    python -m analyses.recurrent.trained --layers FOLDER  (half an hour on one core)
+
+The layers are those of analyses/recurrent/layers.py. The truth about a layer comes from its predictions, by fits of five
+learners that are written as loops (analyses/recurrent/learners.py) and share no code with the rules of names. A label is
+right if all three hold:
+
+- its learner explains R² 0.98 on fresh prompts of the layer's task, and 0.95 on prompts with another drift;
+- no other of the five explains more by 0.005 on either;
+- if it contains a smaller learner, that one explains less by more than two standard errors on one of the two, or at double
+  length, where the formula of the layer says which sums grow with the length.
+
+Its scalars are right if alpha is within 0.01 of the gate in the weights, and the others within 10% of theirs; this is asked
+of layers of one head with constant gates. The right class of `response` follows from the formula of the layer. Layers that
+the file already has are skipped. Writes analyses/results/recurrent/calibration_trained.csv.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from analyses.lib.measured import parsed, parser_of
+from analyses.recurrent import learners as make
+from analyses.recurrent.calibration import FOLDER, NAMELESS
+from analyses.recurrent.layers import FOLDER as LAYERS
+from analyses.recurrent.layers import configs
+from analyses.recurrent.learners import Learner
+from analyses.recurrent.weights import LEARNER, loss_over_bayes, said_by_weights
+from mechinterp import Checkpoint, Prompts, TaskConfig, load, name_algorithm, response
+from mechinterp.analysis.response import reading
+from mechinterp.icl.prompts import draw_prompts
+
+FILE = "calibration_trained.csv"
+N_FITTED, N_SCORED = 512, 2048
+FITTED, SCORED = 7101, 7102
+"""Seeds of the prompts of fits and of scores."""
+OWN, OTHER = 0.98, 0.95
+"""Smallest R² of a right label's learner, on prompts of the task and with another drift."""
+LEAD = 0.005
+ERRORS = 2
+"""Standard errors by which a smaller learner must be worse than one that contains it."""
+ALPHA, RELATIVE = 0.01, 0.1
+"""Largest error of alpha, and relative error of the other scalars, against the weights."""
+EVEN, MARGIN = 0.15, 0.02
+"""Part of the squared predictions that is even in y above which a learner is no linear map, and room for either answer."""
+CONTAINS = {"forgetting_gd": "gradient_descent", "recursive_least_squares": "ridge_like"}
+FORGETS = 0.1
+"""Fall of a weight over the prompt from which on it counts as forgetting (docs/response.md)."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A learner that may be the truth, as a function of the logarithms of its scalars."""
+
+    build: Callable[..., Learner]
+    start: tuple[float, ...]
+    factor: int | None = None
+    """Place of the scalar that is a factor per pair, at most 1."""
+
+
+def candidates(length: int | None) -> dict[str, Truth]:
+    """The five learners by label; with a length, steps of descent are divided by it instead of the number of pairs."""
+    step = partial(make.forgetting, length=length)
+    return {
+        "gradient_descent": Truth(lambda eta: step(eta, 1.0), (0.7,)),
+        "forgetting_gd": Truth(step, (1.0, 0.95), 1),
+        "online_gd": Truth(
+            lambda eta, gate, c: make.online(lambda _, square: eta / (1 + c * square), gate=gate),
+            (0.1, 0.98, 0.02),
+            1,
+        ),
+        "ridge_like": Truth(lambda penalty: make.recursive(1.0, penalty), (0.5,)),
+        "recursive_least_squares": Truth(make.recursive, (0.95, 0.5), 0),
+    }
+
+
+def fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
+    """The learner with the scalars of least squared error."""
+
+    def error(logs: np.ndarray) -> float:
+        return float((truth.build(*np.exp(logs))(prompts) - target).square().mean())
+
+    bounds = [(None, 0.0 if n == truth.factor else 5.0) for n in range(len(truth.start))]
+    options = {"xatol": 1e-5, "fatol": 1e-10, "maxiter": 600}
+    found = minimize(
+        error, np.log(truth.start), method="Nelder-Mead", bounds=bounds, options=options
+    )
+    return truth.build(*np.exp(found.x))
+
+
+def laws(task: TaskConfig) -> dict[str, TaskConfig]:
+    """Laws of the prompts on which learners are scored."""
+    return {
+        "own": task,
+        "drift": replace(task, drift=0.9 if task.drift == 1 else 1.0),
+        "double": replace(task, context_length=2 * task.context_length),
+    }
+
+
+def explained(checkpoint: Checkpoint) -> dict[str, pd.DataFrame]:
+    """Squared errors of the five fitted learners by prompt, relative to the mean squared prediction, for each law."""
+    task = checkpoint.task
+    divides = checkpoint.config.model.score == "linear/L"
+    prompts = draw_prompts(task, N_FITTED, seed=FITTED, dtype=torch.float64)
+    target = predicted(checkpoint, prompts)
+    built = {
+        label: fitted(truth, prompts, target)
+        for label, truth in candidates(None if divides else task.context_length).items()
+    }
+    found = {}
+    for name, law in laws(task).items():
+        drawn = draw_prompts(law, N_SCORED, seed=SCORED, dtype=torch.float64)
+        own = predicted(checkpoint, drawn)
+        left = {
+            label: (learner(drawn) - own).square().sum(1) / own.square().sum(1).mean()
+            for label, learner in built.items()
+        }
+        found[name] = pd.DataFrame({label: each.numpy() for label, each in left.items()})
+    return found
+
+
+def predicted(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
+    """Predictions of a layer in float64."""
+    return checkpoint.predictor.predict(prompts.to(torch.float32)).double()
+
+
+def is_right(label: str, left: Mapping[str, pd.DataFrame]) -> bool:
+    """True if the label keeps the three rules of the first lines of this file."""
+    if label not in left["own"]:
+        return False
+    mean = {name: each.mean() for name, each in left.items()}
+    if 1 - mean["own"][label] < OWN or 1 - mean["drift"][label] < OTHER:
+        return False
+    if any(mean[law][label] - mean[law].min() > LEAD for law in ("own", "drift")):
+        return False
+    smaller = CONTAINS.get(label)
+    if smaller is None:
+        return True
+    gains = [each[smaller] - each[label] for each in left.values()]
+    return any(gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5 for gain in gains)
+
+
+def right_readings(checkpoint: Checkpoint) -> frozenset[str]:
+    """Right classes of `response` by the formula of the layer and its gates."""
+    model, length = checkpoint.config.model, checkpoint.task.context_length
+    still, fades = "no interaction", "no interaction with forgetting"
+    if model.gates == "token":
+        classes = {"online"} if model.score == "gated_delta" else {"online", fades}
+        return frozenset(classes | reads_no_linear_map(checkpoint))
+    if model.score in ("delta", "gated_delta"):
+        return frozenset({"online"})
+    if model.score == "linear/L":
+        return frozenset({still})
+    gate = torch.sigmoid(checkpoint.weights.tensors["attn.b_gate"]).min().item()
+    fall = 1 - gate ** (length - 1)
+    if model.score == "mesa":
+        # Least squares forgets by less than its gate, so that a small fall may be none in its weights.
+        slow = {"batch"} if fall < 0.5 else set()
+        return frozenset({"recursive least squares"} | slow)
+    either = {still} if fall < FORGETS + MARGIN else set()
+    return frozenset(either | ({fades} if fall > FORGETS - MARGIN else set()))
+
+
+def reads_no_linear_map(checkpoint: Checkpoint) -> set[str]:
+    """The class of learners that are not linear in y, if the part of the predictions that is even in y allows it."""
+    prompts = draw_prompts(checkpoint.task, N_SCORED, seed=SCORED, dtype=torch.float64)
+    own, turned = (
+        predicted(checkpoint, each) for each in (prompts, replace(prompts, y=-prompts.y))
+    )
+    even = ((own + turned) / 2).square().mean() / own.square().mean()
+    return {"no linear map"} if even > EVEN - MARGIN else set()
+
+
+def scalars_right(checkpoint: Checkpoint, label: str, scalars: Mapping[str, float]) -> bool | None:
+    """True if the scalars of a label are those of the weights; None where the weights do not say them."""
+    model = checkpoint.config.model
+    plain = model.n_heads == 1 and model.gates != "token" and model.score in LEARNER
+    if not plain or LEARNER[model.score] != label:
+        return None
+    said = said_by_weights(checkpoint.weights)
+    alpha = scalars["gate" if label == "online_gd" else "alpha"]
+    second = "penalty" if "penalty" in scalars else "eta"
+    there = said[second] * (checkpoint.task.context_length if label == "forgetting_gd" else 1)
+    off = abs(scalars[second] / there - 1)
+    return bool(abs(alpha - said["alpha"]) <= ALPHA and off <= RELATIVE)
+
+
+def row_of(name: str, checkpoint: Checkpoint) -> dict[str, object]:
+    """Label, class and verdicts of one layer."""
+    left = explained(checkpoint)
+    found, seen = name_algorithm(checkpoint), response(checkpoint)
+    label, own, drift = found.label, left["own"].mean(), left["drift"].mean()
+    verdict = "undetermined"
+    scalars = None
+    if label not in NAMELESS:
+        verdict = "right" if is_right(label, left) else "wrong"
+        values = found.scalar_frame()
+        scalars = scalars_right(
+            checkpoint, label, dict(zip(values.scalar, values.value, strict=True))
+        )
+    loss = checkpoint.history.groupby("step").eval_loss.first().dropna()
+    half = loss[loss.index >= checkpoint.config.train.steps // 2].iloc[0]
+    classes = right_readings(checkpoint)
+    read = reading.kind(seen)
+    return {
+        "layer": name,
+        "family": name.rpartition("-")[0],
+        "task": checkpoint.task.in_words.partition(";")[0],
+        "drift": checkpoint.task.drift,
+        "loss_half": half,
+        "loss": loss.iloc[-1],
+        **loss_over_bayes(checkpoint),
+        "label": label,
+        "verdict": verdict,
+        "scalars_right": scalars,
+        "best": own.idxmin(),
+        "best_r2": 1 - own.min(),
+        "r2": 1 - own.get(label, np.nan),
+        "drift_r2": 1 - drift.get(label, np.nan),
+        "reading": read,
+        "right_readings": " or ".join(sorted(classes)),
+        "reading_verdict": "right" if read in classes else "wrong",
+        "reason": found.reason.partition("; next")[0],
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__, out=FOLDER)
+    parser.add_argument("--layers", type=Path, default=LAYERS)
+    given = parsed(parser)
+    file = given.out / FILE
+    rows = pd.read_csv(file).to_dict("records") if file.exists() else []
+    known = {row["layer"] for row in rows}
+    for name in configs():
+        if name not in known:
+            rows.append(row_of(name, load(given.layers / name)))
+            pd.DataFrame(rows).to_csv(file, index=False, float_format="%.6g")
+
+
+if __name__ == "__main__":
+    main()
