@@ -441,6 +441,25 @@ def test_drawn_prompts_follow_the_given_law():
     np.testing.assert_array_equal(found.patched, given.patched)
 
 
+@pytest.mark.parametrize("nodes", ["heads", "all"])
+@pytest.mark.parametrize("same_x", [True, False])
+@pytest.mark.parametrize(("score", "n_layers"), [("linear", 2), ("linear/L", 3)])
+def test_maps_of_the_tokens_give_what_hooked_runs_give(
+    nodes: str, same_x: bool, score: str, n_layers: int
+):
+    model = random_model(n_layers, 2, **WIDE, score=score)
+    clean, corrupted = clean_and_corrupted(TASK, None, None, n_prompts=8, seed=0)
+    if not same_x:
+        corrupted = clean_and_corrupted(TASK, None, None, n_prompts=8, seed=5)[1]
+    settings = {"corrupted": corrupted, "nodes": nodes, "ig_steps": 2}
+    by_maps = attribute_edges(model, clean, **settings)
+    model.blocks[0].hook_resid_pre.add_hook(lambda stream, hook: stream, is_permanent=True)
+    by_hooks = attribute_edges(model, clean, **settings)
+    for name in ("estimate", "estimate_sem", "patched", "patched_sem"):
+        one, other = getattr(by_maps, name), getattr(by_hooks, name)
+        assert_close_to_rounding(torch.tensor(one).nan_to_num(9), torch.tensor(other).nan_to_num(9))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",

@@ -22,6 +22,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
+    COMPONENTS,
     Metric,
     Node,
     Pair,
@@ -38,7 +39,9 @@ from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.runner import query_positions
 from mechinterp.models.run.evaluation import require_prompts
+from mechinterp.models.run.linear_edges import EdgeMaps
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
 LISTED = 12
@@ -191,7 +194,8 @@ def attribute_edges(
         ('input', 'L0H0', 'L0H1')
     """
     require_prompts(prompts, "attribute_edges")
-    hooked = predictor_of(source).hooked
+    predictor = predictor_of(source)
+    hooked = predictor.hooked
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
     graph_of(hooked, nodes)  # refused before prompts are drawn
@@ -211,7 +215,11 @@ def attribute_edges(
     if isinstance(hooked.model, ModuleHooks):
         read = [name for node in pair.receivers for name in (node.hook, node.stream)]
         require_gradients(hooked, hooked.inputs(clean[:2]), read)
-    estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
+    weights = None if predictor.is_hooked else predictor.weights
+    if weights is not None and weights.model.stack == "linear":
+        estimate, patched = _by_maps(pair, weights, ig_steps)
+    else:
+        estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
     measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
@@ -222,6 +230,55 @@ def attribute_edges(
         tuple(node.name for node in each) for each in (pair.senders, pair.receivers)
     )
     return EdgeEffects(ig_steps, senders, receivers, **measured)
+
+
+@torch.no_grad()
+def _by_maps(
+    pair: Pair, weights: Weights, ig_steps: int
+) -> tuple[
+    Float[np.ndarray, "prompt sender receiver"], Float[np.ndarray, "prompt sender receiver"]
+]:
+    """Estimated and patched effects in a linear stack, for each prompt; NaN where there is no edge."""
+    maps, edges = EdgeMaps.of(weights, pair.clean, pair.corrupted), pair.edges
+    estimate, patched = (np.full((len(pair.clean), *edges.shape), np.nan) for _ in range(2))
+    full, gradients = pair.metric(maps.output), _map_estimates(pair, maps, ig_steps)
+    places = [_place(node, weights.n_layers) for node in pair.receivers]
+    for sender in progress(range(len(pair.senders)), "patching edges"):
+        node = pair.senders[sender]
+        layer, _, head = _place(node, weights.n_layers)
+        own = 0 if node.head is None else 1 + layer * weights.n_heads + head
+        outputs: dict[int, Tensor] = {}
+        for receiver in np.flatnonzero(edges[sender]):
+            layer, *place = places[receiver]
+            if layer not in outputs:
+                outputs[layer] = maps.patched(own, layer)
+            change = pair.metric(outputs[layer][*place]) - full
+            patched[:, sender, receiver] = change.double().numpy(force=True)
+            estimate[:, sender, receiver] = gradients[layer][own, *place].double().numpy(force=True)
+    return estimate, patched
+
+
+def _map_estimates(
+    pair: Pair, maps: EdgeMaps, ig_steps: int
+) -> dict[int, Float[Tensor, "sender part head batch"]]:
+    """First-order effects by layer that reads, from gradients averaged over points between corrupted and clean prompts."""
+    shares = _shares(ig_steps)
+    found = [dict(maps.estimates(pair.metric, share)) for share in shares]
+    return {layer: sum(each[layer] for each in found) / len(shares) for layer in found[0]}
+
+
+def _place(node: Node, n_layers: int) -> tuple[int, int, int]:
+    """Layer of a node of heads, part (query, key, value) and head as in `EdgeMaps.patched`; the number of layers for the
+    output."""
+    if node.head is None:
+        return n_layers, 0, 0
+    part = node.name.rpartition(".")[2]
+    return layer_of(node.hook), COMPONENTS.index(part) if part in COMPONENTS else 0, node.head
+
+
+def _shares(ig_steps: int) -> list[float]:
+    """Points between the corrupted (0) and the clean prompts (1) at which gradients are taken."""
+    return [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
 
 
 def estimated_effects(pair: Pair, ig_steps: int) -> Float[np.ndarray, "prompt sender receiver"]:
@@ -238,9 +295,8 @@ def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos recei
     """Gradient of each prompt's metric at the stream that each receiver reads, averaged over points between corrupted and
     clean prompts."""
     hooks = {name for node in pair.receivers for name in (node.hook, node.stream)}
-    shares = [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
     total = pair.moved.new_zeros(())
-    for share in shares:
+    for share in _shares(ig_steps):
         tokens = torch.lerp(pair.corrupted, pair.clean, share).detach().requires_grad_()
         with torch.enable_grad():
             output, passed = pair.hooked.run_noting(tokens, hooks)

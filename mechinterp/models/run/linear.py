@@ -137,7 +137,7 @@ class LinearPass:
             z = self.z[first].unflatten(-1, (self.weights.n_heads, -1))[:, :, gone].flatten(2)
             T = self.T[first + 1] - z @ self.weights.W_O[first, gone].flatten(0, 1)
         for layer in range(first + 1, self.weights.n_layers - 1):
-            z = _linear_heads(self.weights, layer, T, self.moment)
+            z = linear_heads(self.weights, layer, T, self.moment)
             T = T + z @ _kept(self.weights, masked, layer).flatten(0, 1)
         return T
 
@@ -187,13 +187,15 @@ class ReplacedPass:
         )
         for layer in range(first, last):
             z = run.z[first] if layer == first else None
-            z = _linear_heads(weights, layer, state.T, state.moment) if z is None else z
+            z = linear_heads(weights, layer, state.T, state.moment) if z is None else z
             gone = sorted(set(masked.get(layer, ())))
             state = replace(state, T=state.T + z @ _kept(weights, masked, layer).flatten(0, 1))
             if gone:
                 values = self.values[layer][:, :, gone].flatten(2).expand(n, -1, -1)
                 written = weights.W_O[layer, gone].flatten(0, 1)
-                state = state.with_values(values, written, _factor(weights, self.prompts))
+                state = state.with_values(
+                    values, written, factor_on_scores(weights, self.prompts.x.shape[1])
+                )
         return self._read_out(state, masked)
 
     def _read_out(self, state: "_Extended", masked: Mapping[int, Collection[int]]) -> Tensor:
@@ -271,7 +273,7 @@ def _maps(
     """
     T, z, masked = [weights.reading[0][None]], [], by_layers(heads)
     for layer in range(n_layers):
-        z.append(_linear_heads(weights, layer, T[-1], moment))
+        z.append(linear_heads(weights, layer, T[-1], moment))
         T.append(T[-1] + z[-1] @ _kept(weights, masked, layer).flatten(0, 1))
     return T, z
 
@@ -279,16 +281,19 @@ def _maps(
 def _moment(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch d_token d_token"]:
     """Second moment of the context, times the factor on the scores."""
     tokens = prompts.context_tokens
-    return _factor(weights, prompts) * (tokens.mT @ tokens)
+    return factor_on_scores(weights, prompts.x.shape[1]) * (tokens.mT @ tokens)
 
 
-def _factor(weights: Weights, prompts: Prompts) -> float:
-    """Factor on the scores of linear attention."""
+def factor_on_scores(weights: Weights, n_pairs: int) -> float:
+    """Factor on the scores of linear attention to this number of pairs.
+
+    Raises:
+        ValueError: If the scores are not linear.
+    """
     score = weights.model.score
     if score not in LINEAR:
         raise ValueError(f"score must be one of {', '.join(LINEAR)}, got {score!r}.")
     factor = weights.scale * weights.model.score_slope
-    n_pairs = prompts.x.shape[1]
     return factor / max(n_pairs, 1) if score == "linear/L" else factor  # no pairs: the moment is 0
 
 
@@ -313,7 +318,7 @@ def _kept(
     return W_O.masked_fill(gone[:, None, None], 0)
 
 
-def _linear_heads(
+def linear_heads(
     weights: Weights, layer: int, T: Tensor, moment: Tensor
 ) -> Float[Tensor, "batch d_token columns"]:
     """q_h (k_h^T M v_h) of all heads of a layer, side by side."""
