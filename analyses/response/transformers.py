@@ -1,7 +1,7 @@
 """Trained transformers and models of pools for the calibration of the readings, and the readings that are right for them.
 
-A right reading follows from predictions and from their derivatives by y, with least squares on descent's terms, on a
-function of similarity, and on the posterior mean of the pool. Nothing here calls the response."""
+A right reading follows from predictions and from their derivatives by y, with least squares on terms of a filter, on
+functions of similarity, and on the posterior mean of the pool. Nothing here calls the response."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ TASKS = ((2, 8, 0.1), (3, 12, 0.05), (3, 15, 0.3), (4, 16, 0.1))
 """d_x, number of pairs and noise."""
 LAYERS = (2, 3)
 POOLS = (4, 16, 64)
-SEEDS = 2
 N_PROMPTS = 4096
+CS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Penalties over L of the ridge regressions."""
 NOT_LINEAR_FROM, NO_FILTER, FALL = (0.15, 0.01), (0.05, 0.01), (0.1, 0.05)
 """Limits of docs/response.md, each with the distance below which both sides are right."""
 BY_SIMILARITY, BY_POSTERIOR = (0.15, 0.05), (0.5, 0.1)
@@ -40,7 +41,7 @@ class Checked:
     """Mismatch of f under sums of two y, or the part that is even in y; on pools, where neither y has a meaning, what all
     columns leave."""
     by_filter: float
-    """Part that descent's terms and the mean of x leave."""
+    """Part that a filter and the mean of x leave."""
     by_similarity: float
     by_posterior: float
     """The same with a function of similarity, and with the posterior mean of the pool; NaN without a pool."""
@@ -85,21 +86,18 @@ def config_of(kind: str, task: TaskConfig, n_layers: int, seed: int) -> Experime
     return ExperimentConfig(task=task, model=model, train=training, seed=seed)
 
 
-def configs(first: int) -> Iterator[tuple[str, int, ExperimentConfig]]:
+def configs(seeds: range, *, pools_alone: bool) -> Iterator[tuple[str, int, ExperimentConfig]]:
     """Name, seed and settings of each model; all of one seed, then all of the next."""
-    for seed in range(first, first + SEEDS):
-        for kind, n_tasks in product(("GPT-2", "linear"), POOLS):
+    for seed in seeds:
+        for kind, n_tasks in product(("linear", "GPT-2"), POOLS):
             task = TaskConfig(
                 d_x=4, context_length=16, noise_var=0.1, n_tasks=n_tasks, task_seed=seed
             )
             yield f"{kind}, pool of {n_tasks}", seed, config_of(kind, task, 2, seed)
-        for (d_x, length, noise), n_layers in product(TASKS, LAYERS):
+        for (d_x, length, noise), n_layers in product(() if pools_alone else TASKS, LAYERS):
             task = TaskConfig(d_x=d_x, context_length=length, noise_var=noise)
-            yield (
-                f"GPT-2 of {n_layers} layers, d_x {d_x}",
-                seed,
-                config_of("GPT-2", task, n_layers, seed),
-            )
+            name = f"GPT-2 of {n_layers} layers, d_x {d_x}, {length} pairs"
+            yield name, seed, config_of("GPT-2", task, n_layers, seed)
 
 
 def trained(config: ExperimentConfig) -> Learner:
@@ -109,9 +107,9 @@ def trained(config: ExperimentConfig) -> Learner:
     return predictor.with_gradients
 
 
-def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str]:
-    """Right readings; two where a number is near a limit."""
-    return readings_of(checked(learner, task), n_layers)
+def right_of(learner: Learner, task: TaskConfig, n_layers: int, *, bounded: bool) -> frozenset[str]:
+    """Right readings; two where a number is near a limit. `bounded` is that of `checked`."""
+    return readings_of(checked(learner, task, bounded=bounded), n_layers)
 
 
 def readings_of(found: Checked, n_layers: int) -> frozenset[str]:
@@ -151,11 +149,18 @@ def readings_of(found: Checked, n_layers: int) -> frozenset[str]:
     return frozenset(right)
 
 
-def checked(learner: Learner, task: TaskConfig) -> Checked:
-    """Numbers of a learner on prompts of its own; each part is that of half the prompts after a fit to the other half."""
-    prompts = sample_prompts(task, N_PROMPTS, seed=1).to(torch.float64)
+def checked(learner: Learner, task: TaskConfig, *, bounded: bool) -> Checked:
+    """Numbers of a learner on prompts of its own; each part is that of half the prompts after a fit to the other half.
+
+    Args:
+        bounded: False: the filter's columns are powers of S. True: ridges in x and in the coordinates of the pool, with four
+            times the prompts. Powers have heavy tails: a fit of them may leave more with a column than without.
+    """
+    prompts = sample_prompts(task, N_PROMPTS * (4 if bounded else 1), seed=1).to(torch.float64)
     f, weights = _derivatives(learner, prompts)
-    columns = terms(prompts)
+    columns = powers(prompts)
+    if bounded:
+        columns = torch.cat([ridges(each) for each in (prompts, *_in_pool(prompts, task))], 1)
     similar = torch.cat([columns, similarities(prompts)], 1)
     posterior = float("nan")
     if task.n_tasks:
@@ -207,7 +212,7 @@ def _fall(weights: Tensor, prompts: Prompts) -> float:
     return float(slope / (start + slope))
 
 
-def terms(prompts: Prompts) -> Tensor:
+def powers(prompts: Prompts) -> Tensor:
     """Terms of up to eight steps of descent, and that of the mean of x, [batch, 10]."""
     x, y, q = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
     n = x.shape[1]
@@ -217,8 +222,33 @@ def terms(prompts: Prompts) -> Tensor:
         columns.append((q[:, None] @ w)[:, 0, 0])
         w = S @ w
         w = w / w.square().mean().sqrt()
-    columns.append((q * x.mean(1)).sum(1) * y.mean(1)[:, 0])
+    columns.append(_mean_term(prompts))
     return torch.stack(columns, 1)
+
+
+def ridges(prompts: Prompts) -> Tensor:
+    """Ridge regressions at CS, a step of descent, and the term of the mean of x, [batch, 8]."""
+    x, y, q = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
+    n = x.shape[1]
+    S, b = x.mT @ x / n, x.mT @ y / n
+    eye = torch.eye(len(S[0]), dtype=S.dtype)
+    read = [torch.linalg.solve(S + c * eye, b) for c in CS]
+    columns = [(q[:, None] @ w)[:, 0, 0] for w in (*read, b)]
+    return torch.stack([*columns, _mean_term(prompts)], 1)
+
+
+def _mean_term(prompts: Prompts) -> Tensor:
+    return (prompts.x_query * prompts.x.mean(1)).sum(1).double() * prompts.y.double().mean(1)[:, 0]
+
+
+def _in_pool(prompts: Prompts, task: TaskConfig) -> list[Prompts]:
+    """The prompts with x -> root x, root root the second moment of the pool's task vectors; none without a pool."""
+    if not task.n_tasks:
+        return []
+    vectors = task.pool()[..., 0].to(prompts.x)
+    scale, axes = torch.linalg.eigh(vectors.mT @ vectors / len(vectors))
+    root = axes * scale.clamp(min=0).sqrt() @ axes.mT
+    return [Prompts(**vars(prompts) | {"x": prompts.x @ root, "x_query": prompts.x_query @ root})]
 
 
 def similarities(prompts: Prompts) -> Tensor:
