@@ -14,7 +14,7 @@ import torch
 from analyses.lib import Measured
 from mechinterp import ablate, classify, name_algorithm
 from mechinterp.analysis.patching.edges import estimated_effects
-from mechinterp.analysis.patching.pairing import Pair
+from mechinterp.analysis.patching.pairing import InputPair
 from mechinterp.known import Entry, Suite, score, suite
 from mechinterp.known.entries import edge_place
 from mechinterp.models.hooked.masks import pattern_name, z_name
@@ -22,8 +22,8 @@ from mechinterp.models.hooked.masks import pattern_name, z_name
 Answer = dict[str, object]
 
 
-def pair_of(entry: Entry) -> Pair:
-    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
+def pair_of(entry: Entry) -> InputPair:
+    return InputPair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
 
 
 def attribution(entry: Entry, *, steps: int) -> Answer:
@@ -43,7 +43,7 @@ def attribution(entry: Entry, *, steps: int) -> Answer:
     return answer
 
 
-def head_attribution(pair: Pair, steps: int) -> np.ndarray:
+def head_attribution(pair: InputPair, steps: int) -> np.ndarray:
     """First-order effect of each head's weighted averages, mean over prompts."""
     hooked, names = pair.hooked, [z_name(layer) for layer in range(pair.hooked.n_layers)]
     with torch.no_grad():

@@ -17,7 +17,7 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.progress import progress
 
-CHUNK = 256
+MASKS_AT_ONCE = 256
 """Number of masks in one run."""
 Metric = Callable[[Tensor, Prompts], Tensor]
 """Function from predictions [batch, d_y] and prompts to one number per prompt."""
@@ -126,7 +126,9 @@ def _chunks(masks: Sequence[Mask]) -> list[list[int]]:
     for n, mask in enumerate(masks):
         by_position.setdefault(mask.at, []).append(n)
     return [
-        some[i : i + CHUNK] for some in by_position.values() for i in range(0, len(some), CHUNK)
+        some[i : i + MASKS_AT_ONCE]
+        for some in by_position.values()
+        for i in range(0, len(some), MASKS_AT_ONCE)
     ]
 
 

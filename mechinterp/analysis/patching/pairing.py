@@ -257,7 +257,7 @@ def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tu
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class InputPair:
     """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
 
     hooked: HookedPredictor
@@ -279,7 +279,7 @@ class Pair:
         *,
         metric: Metric | None = None,
         nodes: str = "heads",
-    ) -> "Pair":
+    ) -> "InputPair":
         """Pair of prompts for a model.
 
         Raises:
