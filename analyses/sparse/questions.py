@@ -20,9 +20,10 @@ from mechinterp import (
     ablate,
     probe,
 )
-from mechinterp.analysis.ablation.ablate import Ablation, effective_number
+from mechinterp.analysis.ablation.ablation import Ablation, effective_number
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.ablation.pruning import masked_by, refit_errors
+from mechinterp.analysis.ablation.pruning import refit_errors
+from mechinterp.analysis.ablation.pruning_rules import masked_by
 from mechinterp.analysis.probing.p_probe import IDEAL, RAW, descent_curves
 from mechinterp.analysis.probing.targets import reweighted
 from mechinterp.analysis.stats import resampled

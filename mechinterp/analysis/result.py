@@ -154,7 +154,7 @@ def known(*results: object) -> dict[str, Meaning]:
     """Meanings and units that the classes of these results give to columns, those of the first result first.
 
     Example:
-        >>> from mechinterp.analysis.ablation.ablate import Ablation
+        >>> from mechinterp.analysis.ablation.ablation import Ablation
         >>> known(Ablation)["head"]
         ('Number of the head, from 0.', '')
     """

@@ -42,7 +42,7 @@ TRUTHS = "truths.json"
 ARRAYS = "truths.safetensors"
 HASHES = {
     1: "625d98716b10cab7d13d302fc2a582cbfdcf9f65ce26ad129d7af827e3ea098b",
-    2: "25e688238a6e7f22aec7cf163f7c480bf249eb1f920e83a79ecb8536fa3e9472",
+    2: "784874c2c72f17fbbc768cdca8b7927900d0f9aae1c1e88b4e2599adf4a5c1cc",
 }
 """SHA-256 of truths.json of each version."""
 TRAINED = ("bundled", "all", "none")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mechinterp.analysis.ablation.ablate import ablate
-from mechinterp.analysis.ablation.pruning import best_head_first, prune
+from mechinterp.analysis.ablation.pruning import prune
+from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.analysis.probing.p_probe import descent_curves
 from mechinterp.analysis.probing.probe import probe
 from mechinterp.analysis.probing.targets import reweighted

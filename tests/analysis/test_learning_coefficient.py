@@ -13,18 +13,14 @@ from torch import Tensor, nn
 from analyses.coefficients.sampler import heads_at, moments_of
 from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.training.learning_coefficient import (
-    FALL,
-    Cost,
-    fall_nearby,
-    why_no_minimum,
-)
+from mechinterp.analysis.training.cost_of_chains import Cost
 from mechinterp.analysis.training.local_losses import (
     module_loss,
     population_loss,
     predictor_loss,
     prompts_loss,
 )
+from mechinterp.analysis.training.minimum import FALL, fall_nearby, why_no_minimum
 from mechinterp.analysis.training.sampler import (
     Chains,
     Langevin,
@@ -403,7 +399,7 @@ def test_ten_minutes_of_drawing_are_refused_or_with_stated_chains_told(monkeypat
 
 def test_no_minimum_comes_before_the_cost(monkeypatch):
     """Weights that are no minimum need no draws, however long these would take."""
-    monkeypatch.setattr("mechinterp.analysis.training.learning_coefficient.LONG", 0.0)
+    monkeypatch.setattr("mechinterp.analysis.training.cost_of_chains.LONG", 0.0)
     moved = replace(quadratic(1.0, 2.0), at=np.ones(2))
     found = local_learning_coefficient(moved)
     assert not found.is_minimum

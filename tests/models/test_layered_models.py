@@ -126,7 +126,7 @@ def test_a_gpt2_predicts_what_the_published_code_does(
     published: GargModel, gpt2: Checkpoint, some_prompts: Prompts
 ):
     expected = published.at_query(some_prompts)
-    assert expected.std() > 0.1
+    assert expected.std() > 0.01  # not a constant
     assert_close_to_rounding(predicted(gpt2, some_prompts), expected)
     assert_close_to_rounding(gpt2.predictor.predict(some_prompts).detach(), expected)
     cfg = gpt2.model.cfg

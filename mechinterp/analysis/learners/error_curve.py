@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from mechinterp.analysis.learners.compare import (
+from mechinterp.analysis.learners.compare import compare_learners
+from mechinterp.analysis.learners.learner_comparison import (
     MODEL,
     LearnerComparison,
-    compare_learners,
     few_text,
     sharp,
 )
-from mechinterp.analysis.learners.priors import spread_lengths
+from mechinterp.analysis.learners.pool_tasks import spread_lengths
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts

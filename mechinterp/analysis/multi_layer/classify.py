@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.ablation.ablate import Ablation, ablate
+from mechinterp.analysis.ablation.ablate import ablate
+from mechinterp.analysis.ablation.ablation import Ablation
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
