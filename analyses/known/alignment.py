@@ -8,12 +8,12 @@ is the squared error."""
 from functools import partial
 
 import torch
-from mechinterp.known.variables import Variable
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 from analyses.known.gradients import Answer
 from mechinterp.known import Entry
+from mechinterp.known.variables import Variable
 
 STEPS, BATCH, STEP_SIZE = 1000, 64, 1e-3
 N_PROMPTS = 2048

@@ -21,6 +21,7 @@ from mechinterp.analysis.evidence import Criterion, Number
 from mechinterp.analysis.labels import ALGORITHMS as LAYERED
 from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
+from mechinterp.analysis.multi_layer.classify import _numbers
 from mechinterp.analysis.multi_layer.naming_rules import CONTAINED
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
@@ -141,6 +142,24 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     alike = [each.split(",")[0] for each in found.verdict.alike.split("; ")]
     assert {names[label] for label in set(CONTAINED) & set(found.algorithm.members)} <= set(alike)
     assert found.verdict.is_not.split(",")[0] in set(names.values()) - set(alike)
+
+
+@pytest.mark.parametrize(
+    ("label", "n_layers", "words"),
+    [
+        ("gradient_descent", 2, "η = 1.00, 2.00"),
+        ("gd_plus_plus", 1, "η = 1.00"),
+        ("gd_plus_plus", 3, "η = 1.00, 2.00, 3.00, γ = 4.00, 5.00"),
+        ("online_gd", 1, "η = 1.00, α = 2.00, c = 3.00"),
+        ("recursive_least_squares", 2, "α = 1.00, λ = 2.00"),
+        ("adaptive_ridge", 1, "λ₁ = 1.00, λ₂/λ₁ = 2.00, odds = 3.00, τ² = 4.00"),
+    ],
+)
+def test_a_number_stands_behind_its_letter(label: str, n_layers: int, words: str):
+    """Some numbers have a value for every layer, some for all but one, and some have one for all."""
+    scalars = next(each.scalars for each in ALGORITHMS if each.label == label)
+    count = sum(len(scalar.layers(n_layers)) for scalar in scalars)
+    assert _numbers(label, np.arange(1.0, count + 1), n_layers) == words
 
 
 @pytest.mark.slow

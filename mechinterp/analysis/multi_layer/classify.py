@@ -4,7 +4,6 @@ Between such heads and the prediction lie further layers, norms and MLPs, so tha
 what breaks when they are masked and not by their circuits.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,6 +33,7 @@ from mechinterp.analysis.result import HEADS, Table, records, tables_of
 from mechinterp.analysis.stats import best_factor
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names, with_sem
+from mechinterp.icl.algorithms import ALGORITHMS as LEARNERS
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 
@@ -92,7 +92,7 @@ class LayeredClassification(Classified):
             sure = f"the nearest is {ALGORITHMS[algorithm.nearest].name}, {number}; {share}"
         else:
             label = ALGORITHMS[pattern]
-            numbers = _numbers(label.numbers, algorithm.scalars(pattern), algorithm.n_layers)
+            numbers = _numbers(pattern, algorithm.scalars(pattern), algorithm.n_layers)
             computes = f"{label.text} ({pattern})" + (f"; {numbers}" if numbers else "")
             fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
             sure = f"this formula, {fitted}, explains {number} of the predictions; {share}"
@@ -286,14 +286,18 @@ def _reason(
     return why
 
 
-def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
-    """The fitted numbers, layer by layer."""
+def _numbers(label: str, values: Float[np.ndarray, " _"], n_layers: int) -> str:
+    """The fitted numbers of an algorithm, each with a value for every layer that has one."""
+    letters = ALGORITHMS[label].numbers
     if not letters:
         return ""
-    counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
-    parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
+    scalars = next(each.scalars for each in LEARNERS if each.label == label)
+    counts = [len(scalar.layers(n_layers)) for scalar in scalars]
+    parts = np.split(values, np.cumsum(counts)[:-1])
     named = zip(letters, parts, strict=True)
-    return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
+    return ", ".join(
+        f"{letter} = {', '.join(map(digits, part))}" for letter, part in named if len(part)
+    )
 
 
 def _others(algorithm: Naming) -> tuple[str, str]:
