@@ -11,9 +11,7 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.kinds import QUESTIONS
-from mechinterp.analysis.ablation.measured import (
-    EXCESS,
-)
+from mechinterp.analysis.ablation.measured import EXCESS
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import HEAD_COLUMNS, METRIC_UNIT, Table, records, tables_of
 from mechinterp.display import Result, head_names
