@@ -18,8 +18,8 @@ from mechinterp.analysis.classified import (
     upper_limit,
 )
 from mechinterp.analysis.evidence import Criterion, Number
-from mechinterp.analysis.labels import ALGORITHMS as LAYERED
-from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
+from mechinterp.analysis.labels import ALGORITHM_LABELS as LAYERED
+from mechinterp.analysis.labels import NO_LABEL_TEXTS, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
 from mechinterp.analysis.multi_layer.classify import _numbers
 from mechinterp.analysis.multi_layer.naming_rules import CONTAINED
@@ -183,7 +183,7 @@ def test_calibration_is_what_the_analyses_counted():
     for name, label in {**PATTERNS, **LAYERED}.items():
         assert (label.wrong, label.named) == (counted.wrong[name], counted.named[name])
     one = pd.read_csv(RESULTS / "calibration_second_models.csv")
-    named = one[~one.label.isin(NO_LABEL)]
+    named = one[~one.label.isin(NO_LABEL_TEXTS)]
     assert sum(label.named for label in PATTERNS.values()) == len(named)
     assert sum(label.wrong for label in PATTERNS.values()) == (named.verdict == "wrong").sum()
     assert set(LAYERED) == {algorithm.label for algorithm in ALGORITHMS} - {None}

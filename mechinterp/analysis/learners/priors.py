@@ -15,7 +15,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.learners.pool_tasks import (
     CLOSENESS_COLUMNS,
-    DROPPED,
+    DROPPED_ONE_IN,
     ERROR_COLUMN,
     PREDICTORS,
     TASK_KINDS,
@@ -26,14 +26,10 @@ from mechinterp.analysis.learners.pool_tasks import (
 )
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import (
-    carried_by_few,
-)
+from mechinterp.analysis.stats import carried_by_few
 from mechinterp.config import TaskLike
 from mechinterp.display import Result
-from mechinterp.icl.predictors import (
-    Pool,
-)
+from mechinterp.icl.predictors import Pool
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source, learner_of
 
@@ -235,7 +231,7 @@ def compare_priors(
     over_lengths = squares.mean(2)
     errors = over_lengths[..., ERROR_COLUMN:]
     trimmed, more = (
-        trimmed_closeness(over_lengths, one_in) for one_in in (DROPPED, DROPPED_AT_CHECK)
+        trimmed_closeness(over_lengths, one_in) for one_in in (DROPPED_ONE_IN, DROPPED_AT_CHECK)
     )
     strategy = _strategy(trimmed)
     return PriorComparison(
