@@ -61,17 +61,20 @@ def estimates_by_step(
 
 
 def sampled(entry: Entry, seed: int, name: str) -> dict[str, float]:
-    """Estimate of a row: the mean over chains and its standard error, and the same for both halves of the steps."""
+    """Estimate of a row: the mean over chains and its standard error; of GUIDE, which asks for a flat trace, also the
+    estimates from the first and from the second half of the steps."""
     trace = estimates_by_step(entry, seed, SETTINGS[name], N_PROMPTS.get(name, 8192))
     trace = trace[:, averaged_from(name) :]
     chains = trace.mean(1)
-    middle = trace.shape[1] // 2
-    return {
+    found = {
         "estimate": float(chains.mean()),
         "sem": float(chains.std(ddof=1) / len(chains) ** 0.5),
-        "first_half": float(trace[:, :middle].mean()),
-        "second_half": float(trace[:, middle:].mean()),
     }
+    if name == GUIDE:
+        middle = trace.shape[1] // 2
+        found["first_half"] = float(trace[:, :middle].mean())
+        found["second_half"] = float(trace[:, middle:].mean())
+    return found
 
 
 def main() -> None:

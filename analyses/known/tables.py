@@ -148,9 +148,13 @@ def _samplers(rows: pd.DataFrame) -> str:
 
 
 def devinterp(results: Path) -> str:
-    """The table of samplers for devinterp, with the bias that theory predicts for each length of run."""
+    """The table of samplers for devinterp, with the bias of both halves of a run and the one that theory predicts."""
     rows = pd.read_csv(results / "known_devinterp_sampler.csv")
     lines = _samplers(rows).split("\n")
-    theory = (rows["theory"] / rows["exact"] - 1).groupby(rows["method"], sort=False).mean()
-    columns = [" Theory of this length |", " --- |", *(f" {bias:+.1%} |" for bias in theory)]
+    names = ["first_half", "second_half", "theory"]
+    bias = rows[names].div(rows["exact"], axis=0) - 1
+    columns = [" Halves of the run | Theory of this length |", " --- | --- |"]
+    for first, second, theory in bias.groupby(rows["method"], sort=False).mean().to_numpy():
+        halves = "–" if pd.isna(first) else f"{first:+.1%}, {second:+.1%}"
+        columns.append(f" {halves} | {theory:+.1%} |")
     return "\n".join(line + cell for line, cell in zip(lines, columns, strict=True))
