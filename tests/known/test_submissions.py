@@ -23,7 +23,7 @@ from mechinterp.known import (
 from mechinterp.known.scores import Scores
 from tests.conftest import Run, refused
 
-HAND = suite(trained="none")
+HAND = suite(1, trained="none")
 METHODS = """
 def by_output(entry):
     return {"heads": entry.checkpoint.weights.W_O.square().sum((-2, -1)).numpy()}
