@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mechinterp.analysis.training.sampler import (
-    Chains,
-    LocalLoss,
-)
+from mechinterp.analysis.training.sampler import Chains, LocalLoss
 
 LONG = 600.0
 """Longest drawing without stated chains, in seconds; longer drawing with stated chains gives a warning."""
