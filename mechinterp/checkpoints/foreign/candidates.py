@@ -55,7 +55,7 @@ FINER_BASES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, ROTARY_BASE, 30000.0, 1
 """Bases of which the neighbours of the best one so far are tried as well."""
 Choices = Mapping[str, tuple]
 
-_N_PROMPTS, N_OF_LAYERS, _LEAST_PROMPTS = 2048, 512, 16
+N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
 """Prompts for the comparison of readings: for one layer of attention, for other models, and at
 least."""
 AGAIN = 4
@@ -434,7 +434,7 @@ def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
 
 def n_prompts_for(cases: Sequence[Case], more: int) -> int:
     """Number of prompts for all cases, so that their products stay within the limit."""
-    count = more * (_N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
+    count = more * (N_PROMPTS if cases[0].parts.alone else N_OF_LAYERS)
     for case in cases:
         task, parts = case.task, case.parts
         n_pos = (2 if case.tried.get("layout") == "in_turn" else 1) * (task.context_length + 1)
@@ -442,7 +442,7 @@ def n_prompts_for(cases: Sequence[Case], more: int) -> int:
         products = n_pos * (size + PER_WEIGHT * n_pos * len(parts.layers) * parts.n_heads)
         numbers = n_pos * max(parts.width, task.d_x + task.d_y)
         count = min(count, N_PRODUCTS // (len(cases) * products), N_NUMBERS // numbers)
-    return max(_LEAST_PROMPTS, count)
+    return max(LEAST_PROMPTS, count)
 
 
 @dataclass(frozen=True, eq=False)

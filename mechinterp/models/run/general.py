@@ -34,7 +34,7 @@ from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 
-_CHUNK = 256
+CHUNK = 256
 """Largest number of prompts at once on a processor, small enough for its cache. On other devices memory alone limits it,
 since every chunk starts the same number of kernels."""
 
@@ -430,7 +430,7 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     """Slices of the prompts that run together in memory."""
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
-    most = _CHUNK if weights.device.type == "cpu" else UNLIMITED
+    most = CHUNK if weights.device.type == "cpu" else UNLIMITED
     return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=most))
 
 

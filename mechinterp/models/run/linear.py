@@ -16,7 +16,7 @@ from mechinterp.models.hooked.masks import Head, by_layers, mean_z, swapped
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
-_CHUNK, NEAR = (
+CHUNK, NEAR = (
     256,
     2**25,
 )  # prompts at once, and their size in bytes: small enough for the CPU cache
@@ -103,7 +103,7 @@ def _chunks(weights: Weights, prompts: Prompts, *, with_z: bool = False) -> list
     if with_z:
         columns = weights.n_layers * weights.n_heads * weights.d_head
         size += 2 * weights.dtype.itemsize * (length + 1) * columns
-    return chunks(len(prompts), together(size, what, most=min(_CHUNK, max(2, NEAR // size))))
+    return chunks(len(prompts), together(size, what, most=min(CHUNK, max(2, NEAR // size))))
 
 
 @dataclass(frozen=True, eq=False)
