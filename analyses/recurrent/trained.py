@@ -4,7 +4,7 @@
 
 The layers are those of analyses/recurrent/layers.py. The truth about a layer comes from its predictions, by fits of five
 learners that are written as loops (analyses/recurrent/learners.py) and share no code with the rules of names. A label is
-right if all three hold:
+right if all three hold. On tasks that drift, each learner also counts times rho, as a prediction with the next task vector:
 
 - its learner explains R² 0.98 on fresh prompts of the layer's task, and 0.95 on prompts with another drift;
 - no other of the five explains more by 0.005 on either;
@@ -82,7 +82,16 @@ def candidates(length: int | None) -> dict[str, Truth]:
     }
 
 
-def fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
+def fitted(
+    truth: Truth, prompts: Prompts, target: Tensor, factors: tuple[float, ...] = (1.0,)
+) -> Learner:
+    """The learner with the scalars of least squared error, times the best of some factors."""
+    fits = [_fitted(truth, prompts, target / factor) for factor in factors]
+    learners = [make.times(fit, factor) for fit, factor in zip(fits, factors, strict=True)]
+    return min(learners, key=lambda each: float((each(prompts) - target).square().mean()))
+
+
+def _fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
     """The learner with the scalars of least squared error."""
 
     def error(logs: np.ndarray) -> float:
@@ -112,7 +121,7 @@ def explained(checkpoint: Checkpoint) -> dict[str, pd.DataFrame]:
     prompts = draw_prompts(task, N_FITTED, seed=FITTED, dtype=torch.float64)
     target = predicted(checkpoint, prompts)
     built = {
-        label: fitted(truth, prompts, target)
+        label: fitted(truth, prompts, target, (1.0, task.drift))
         for label, truth in candidates(None if divides else task.context_length).items()
     }
     found = {}

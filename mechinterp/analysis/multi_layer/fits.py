@@ -29,6 +29,10 @@ LOOSE = 0.95
 """Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""
 COARSE = 1e-4
 """A fit of an algorithm ends if a step lowers the mean square by less than this fraction."""
+N_STARTS = 2
+"""Number of starts of the fit of an algorithm to the last prediction."""
+N_STARTS_ADAPTIVE = 8
+"""Number of starts of the fit of adaptive ridge, whose search may end where one noise level has nearly no weight."""
 ADAPTIVE = "adaptive_ridge"
 """Label whose noise levels show on prompts of several levels only."""
 
@@ -52,6 +56,9 @@ class FitScores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
+    by_length: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """R² at other lengths if sums over the pairs are divided by their number, minus that if they are divided by the own length,
+    with its standard error, by label. The penalty of recursive least squares is constant, or falls as alpha^L."""
     progress: Mapping[str, Progress] = field(default_factory=dict)
     """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
@@ -140,18 +147,27 @@ class Trial:
         sizes = [squares(self.own.predictions[SCORED])] * self.n_own
         sizes += [squares(self.settings[name].predictions) for name in others]
         error = np.full((len(learners), len(sizes), len(sizes[0])), np.nan)
-        scalars = []
+        scalars, by_length = [], {}
         for row, learner in enumerate(learners):
             start = (starts or {}).get(learner.label or learner.name)
             values = self._fitted(learner, start, n_starts, tolerance)
             path = learner.predictions(self.moments(first), values.tolist(), self.n_layers)
             own = error[row, : self.n_own] = squares(path[-self.n_own :] - self.target[:, SCORED])
             if others and 1 - own.sum(1).max() / sizes[0].sum() >= LOOSE:
-                error[row, self.n_own :] = self._elsewhere(learner, values, others)
+                laws = self._elsewhere(learner, values, others)
+                error[row, self.n_own :] = min(laws, key=np.mean)
+                if len(laws) > 1 and learner.label:
+                    by_length[learner.label] = self._gain_of_means(laws, others)
             scalars.append(values)
         columns = (*layers, *others)
         return FitScores(
-            tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes)
+            tuple(learners),
+            tuple(scalars),
+            columns,
+            self.n_own,
+            error,
+            np.array(sizes),
+            by_length=by_length,
         )
 
     def _fitted(
@@ -159,6 +175,8 @@ class Trial:
     ) -> Float[np.ndarray, " _"]:
         """Scalars of a learner, fitted to the target on the prompts of the fits."""
         moments, wanted = self._fit_to(learner)
+        if learner.label == ADAPTIVE:
+            n_starts = N_STARTS_ADAPTIVE
         return fit_algorithm(
             learner,
             moments,
@@ -168,6 +186,13 @@ class Trial:
             start=None if start is None else torch.from_numpy(start),
             tolerance=tolerance,
         ).scalars
+
+    def fit_error(self, learner: Algorithm, start: Float[np.ndarray, " _"] | None) -> float:
+        """Mean square that a learner leaves on the prompts of the fits."""
+        moments, wanted = self._fit_to(learner)
+        scalars = self._fitted(learner, start, N_STARTS, COARSE)
+        path = learner.predictions(moments, scalars.tolist(), self.n_layers)
+        return float((path[-1] - (wanted if wanted.ndim == 2 else wanted[-1])).square().mean())
 
     def _fit_to(self, learner: Algorithm) -> tuple[PromptMoments, Tensor]:
         """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""
@@ -183,11 +208,23 @@ class Trial:
         moments, wanted = self._fit_to(learner)
         return scalar_errors(learner, moments, wanted, scalars, n_layers=self.n_layers)
 
+    def _gain_of_means(
+        self, laws: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[float, float]:
+        """R² of the first law minus that of the second at other lengths, with its standard error over prompts."""
+        rows = [n for n, name in enumerate(names) if self.settings[name].scale != 1]
+        if not rows:
+            return np.nan, np.nan
+        gains = np.concatenate([laws[1][n] - laws[0][n] for n in rows])
+        sizes = np.concatenate([squares(self.settings[names[n]].predictions) for n in rows])
+        gain, sem = ratio_and_sem(gains[:, None], sizes)
+        return float(gain[0]), float(sem[0])
+
     def _elsewhere(
         self, learner: Algorithm, scalars: np.ndarray, names: Sequence[str]
-    ) -> np.ndarray:
-        """Errors in other settings. Moments are means over the pairs; or sums, so that step sizes grow with the length,
-        if these fit better."""
+    ) -> list[np.ndarray]:
+        """Errors in other settings, for one or two laws: moments are means over the pairs, or sums, so that step sizes grow
+        with the length."""
         laws = []
         for summed in (False, True) if learner.has_path or learner.along_pairs else (False,):
             errors = []
@@ -196,7 +233,7 @@ class Trial:
                 last = learner.predictions(moments, scalars.tolist(), self.n_layers)[-1]
                 errors.append(squares(last - self.settings[name].predictions))
             laws.append(np.array(errors))
-        return min(laws, key=np.mean)
+        return laws
 
 
 def predict_by(
