@@ -23,7 +23,13 @@ from mechinterp.analysis.multi_layer.rests import Rest
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, fit_algorithm, scalar_errors
+from mechinterp.icl.algorithm import (
+    TOLERANCE,
+    Algorithm,
+    PromptMoments,
+    fit_algorithm,
+    scalar_errors,
+)
 
 LOOSE = 0.95
 """Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""
@@ -176,7 +182,7 @@ class Trial:
         """Scalars of a learner, fitted to the target on the prompts of the fits."""
         moments, wanted = self._fit_to(learner)
         if learner.label == ADAPTIVE:
-            n_starts = N_STARTS_ADAPTIVE
+            n_starts, tolerance = N_STARTS_ADAPTIVE, TOLERANCE
         return fit_algorithm(
             learner,
             moments,
@@ -196,7 +202,9 @@ class Trial:
 
     def _fit_to(self, learner: Algorithm) -> tuple[PromptMoments, Tensor]:
         """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""
-        if learner.label == ADAPTIVE and self.varied is not None:
+        # Also with a scaled read-out, which has a name alone.
+        adaptive = (learner.label or learner.name).startswith(ADAPTIVE)
+        if adaptive and self.varied is not None:
             return PromptMoments(self.varied.prompts, self.task), self.varied.predictions
         wanted = self.target[:, FITTED][:, :FIT_PROMPTS]
         return self.moments("fit"), wanted if self.n_own > 1 else wanted[0]
