@@ -175,6 +175,7 @@ def response(
     return Response(
         **frames,
         by_gradient=setting.by_gradient,
+        sums_follow_law=setting.by_gradient or setting.drifts,
         coordinates=outputs[0].root,
         context_length=prompts.x.shape[1],
         n_prompts=len(prompts),
@@ -219,6 +220,8 @@ class _Setting:
     law: TaskConfig | None
     bayes: Learner | None
     by_gradient: bool
+    drifts: bool
+    """True: Gaussian task vectors that change from pair to pair, and one noise level."""
     coordinates: str | np.ndarray | None
     n_layers: int
     """Number of layers after which the filter is measured; 0 without them."""
@@ -240,13 +243,13 @@ class _Setting:
         function = function_of(source)
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
         # The metric of the gradients is that of Gaussian y given x with one task vector and one noise level.
-        gaussian = (
+        normal = (
             law is not None
             and law.n_tasks is None
             and law.sparsity is None
-            and law.drift == 1
             and len(law.noise_levels) == 1
         )
+        gaussian = normal and law is not None and law.drift == 1
         return cls(
             source=source,
             function=function,
@@ -255,6 +258,7 @@ class _Setting:
             law=law,
             bayes=None if law is None else bayes_of(law),
             by_gradient=gaussian if by == "auto" else by == "gradient",
+            drifts=normal and not gaussian,
             coordinates=coordinates,
             n_layers=depth if layers else 0,
             descents=depth,
