@@ -225,11 +225,15 @@ def weights_of(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
     return torch.stack(columns, 1)
 
 
+def says_scalars(checkpoint: Checkpoint) -> bool:
+    """True for one head with constant gates, whose weights say the scalars."""
+    model = checkpoint.config.model
+    return model.n_heads == 1 and model.gates != "token" and model.score in LEARNER
+
+
 def scalars_right(checkpoint: Checkpoint, label: str, scalars: Mapping[str, float]) -> bool | None:
     """True if the scalars of a label are those of the weights; None where the weights do not say them."""
-    model = checkpoint.config.model
-    plain = model.n_heads == 1 and model.gates != "token" and model.score in LEARNER
-    if not plain or LEARNER[model.score] != label:
+    if not says_scalars(checkpoint) or LEARNER[checkpoint.config.model.score] != label:
         return None
     said = said_by_weights(checkpoint.weights)
     alpha = scalars["gate" if label == "online_gd" else "alpha"]
@@ -267,6 +271,7 @@ def row_of(name: str, checkpoint: Checkpoint) -> dict[str, object]:
         "label": label,
         "verdict": verdict,
         "scalars_right": scalars,
+        "gate": said_by_weights(checkpoint.weights)["alpha"] if says_scalars(checkpoint) else None,
         "best": own.idxmin(),
         "best_r2": 1 - own.min(),
         "r2": 1 - own.get(label, np.nan),
