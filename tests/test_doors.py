@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.ablation.pruning import best_head_later, save_pruned
+from mechinterp.analysis.ablation.pruned import save_pruned
+from mechinterp.analysis.ablation.pruning_rules import best_head_later
 from mechinterp.analysis.comparison import compare
 from mechinterp.analysis.one_layer.attention import attention_patterns
 from mechinterp.analysis.training.history import history

@@ -84,6 +84,22 @@ def smaller() -> Mlp:
     return _with_cleared({S: -1, T: 1}, 1)
 
 
+def sorting() -> Mlp:
+    """s becomes the larger and t the smaller of both: s + relu(t - s) and t - relu(t - s)."""
+    return Mlp([{S: -1, T: 1}, {}], [{S: 1, T: -1}, {}])
+
+
+def either() -> Mlp:
+    """After `sorting`, y minus the one of larger size if both have one sign, else minus their sum. So if one is 0, the
+    other counts."""
+    return Mlp([{S: 1}, {T: -1}], [{Y: -1}, {Y: 1}])
+
+
+def both() -> Mlp:
+    """After `sorting`, y minus the one of smaller size if both have one sign, else nothing. So if one is 0, nothing counts."""
+    return Mlp([{T: 1}, {S: -1}], [{Y: -1}, {Y: 1}])
+
+
 def _with_cleared(difference: Mapping[int, float], factor: float) -> Mlp:
     reads = [difference, {T: 1}, {T: -1}, {S: 1}, {S: -1}]
     writes = [{Y: factor}, {Y: -1, T: -1}, {Y: 1, T: 1}, {S: -1}, {S: 1}]
@@ -96,14 +112,12 @@ def _negative(reads: Mapping[int, float]) -> dict[int, float]:
 
 def stack(
     layers: Sequence[Sequence[Head]],
-    mlp: Mlp | None = None,
-    *,
+    *mlps: Mlp,
     width: int = NARROW,
     score: str = "linear/L",
 ) -> Weights:
-    """Model of these heads, and the same MLP after each layer, in float64."""
-    n_heads = max(map(len, layers))
-    biased = mlp is not None and bool(mlp.b_in)
+    """Model of these heads in float64, with one MLP after every layer, or one for each."""
+    n_heads, first = max(map(len, layers)), mlps[0] if mlps else None
     model = ModelConfig(
         n_layers=len(layers),
         n_heads=n_heads,
@@ -111,9 +125,9 @@ def stack(
         d_model=width,
         score=score,
         context_only=True,
-        biases=biased,
-        d_mlp=None if mlp is None else len(mlp.reads),
-        activation="relu" if mlp is None else mlp.activation,
+        biases=any(mlp.b_in for mlp in mlps),
+        d_mlp=None if first is None else len(first.reads),
+        activation="relu" if first is None else first.activation,
     )
     tensors = {
         name: torch.zeros(shape, dtype=torch.float64)
@@ -122,8 +136,8 @@ def stack(
     for layer, heads in enumerate(layers):
         for number, head in enumerate(heads):
             _add_head(tensors, (layer, number), head, width)
-    if mlp is not None:
-        _add_mlp(tensors, mlp)
+    for layer in range(len(layers) if mlps else 0):
+        _add_mlp(tensors, layer, mlps[layer % len(mlps)])
     tensors["W_in"][:, : D_X + 1] = torch.eye(D_X + 1, dtype=torch.float64)
     tensors["unembed.W_U"][Y] = -1
     return Weights(model, D_X, 1, tensors, width**-0.5)
@@ -142,16 +156,16 @@ def _add_head(
         tensors["attn.W_O"][place][Y, slot] = factor
 
 
-def _add_mlp(tensors: Mapping[str, Tensor], mlp: Mlp) -> None:
+def _add_mlp(tensors: Mapping[str, Tensor], layer: int, mlp: Mlp) -> None:
     for hidden, (reads, writes) in enumerate(zip(mlp.reads, mlp.writes, strict=True)):
         for slot, value in reads.items():
-            tensors["mlp.W_in"][:, slot, hidden] = value
+            tensors["mlp.W_in"][layer, slot, hidden] = value
         for slot, value in writes.items():
-            tensors["mlp.W_out"][:, hidden, slot] = value
+            tensors["mlp.W_out"][layer, hidden, slot] = value
     for hidden, value in enumerate(mlp.b_in):
-        tensors["mlp.b_in"][:, hidden] = value
+        tensors["mlp.b_in"][layer, hidden] = value
     for slot, value in (mlp.b_out or {}).items():
-        tensors["mlp.b_out"][:, slot] = value
+        tensors["mlp.b_out"][layer, slot] = value
 
 
 def turned(weights: Weights, *, seed: int) -> Weights:

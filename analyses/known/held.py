@@ -78,9 +78,9 @@ def _of_plain(name: str, model: ModelConfig) -> Iterator[Held]:
     if re.fullmatch(r"preprocess-\d", name):
         reweighted = entries[D_X + 1 :]
         yield Held("reweighted x", "blocks.0.hook_resid_post", None, reweighted)
-    if re.fullmatch(r"mlp-.*|backup-max-\d|joint-min-\d", name):
-        two = ("mlp-product-1", "backup-max-1", "backup-max-2", "joint-min-1", "joint-min-2")
-        slots = entries[[S, T]] if name in two else entries[[S]]
+    if re.fullmatch(r"mlp-.*|backup-or|joint-and", name):
+        two = r"mlp-product-1|mlp-max-\d|mlp-min-\d|backup-or|joint-and"
+        slots = entries[[S, T]] if re.fullmatch(two, name) else entries[[S]]
         yield Held("input of the MLP of layer 1", "blocks.0.hook_resid_mid", QUERY, slots)
     if re.fullmatch(rf"{DESCENT}.*|preprocess-\d", name):
         first = 1 if name.startswith("preprocess") else 0

@@ -3,16 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from analyses.known import graphs
 from analyses.known.graphs import FULL, Head, S, T, stack, step, turned
 from analyses.known.models import ETAS, NOISES, TASK, Made, made
-from mechinterp.config import ModelConfig
+from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.config.model import stacked_shapes
 from mechinterp.models.constructions import descent
+from mechinterp.models.constructions.one_layer import linear_attention
 from mechinterp.models.constructions.recurrent import recurrent_layer
 from mechinterp.models.weights import Weights
+from mechinterp.theory.linear import SeparateHeads
+from mechinterp.theory.reduced_rank import reduced_rank_coefficient
+from mechinterp.training.linear import task_moments
 
 SEEDS = (0, 1, 2)
 FAMILIES = (
@@ -24,6 +29,8 @@ FAMILIES = (
 LONG = replace(TASK, context_length=60)
 """Task of the models with back-up: one step with eta 1 does nearly all, and the next ones little."""
 NOISY = ("preconditioned-2", "redundant-gd-2", "mlp-carry-1", "softmax-stack-2", "backup-gd-2")
+SINGULAR = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4))
+"""Rank of the best matrix, and number of heads of rank one, of linear attention at a singular minimum."""
 WIDTH = 12
 """Width of the stream of wide models."""
 OMEGA, MU = 0.2, 0.6
@@ -40,10 +47,10 @@ def made_2() -> dict[str, Made]:
     shaped = {"gd-3": made()["gd-3-rotated"], "wide-gd-2": varied["wide-gd-2"]}
     # Random weights of the shapes of models that hold a variable.
     random = {
-        f"random-{name}": Made(graphs.drawn(own.weights, 0.25, seed=6), own.task)
+        f"random-{name}": Made(graphs.drawn(own.weights, 0.35, seed=6), own.task)
         for name, own in shaped.items()
     }
-    return plain | varied | dict(_recurrent()) | random
+    return plain | varied | dict(_recurrent()) | random | dict(_singular())
 
 
 def trained_2() -> tuple[str, ...]:
@@ -71,9 +78,11 @@ def _with_mlps() -> Iterator[tuple[str, Made]]:
     factors = [[Head({S: eta}, (1.0, 1.0, 0.0, 0.0)), Head({T: eta}, (0.0, 0.0, 1.0, 1.0))]]
     yield "mlp-product-1", Made(stack(factors, graphs.multiplying(), width=FULL), TASK)
     for n in (1, 2):
-        both = [[Head({S: each}), Head({T: each})] for each in ETAS[:n]]
-        yield f"backup-max-{n}", _descent(stack(both, graphs.larger(), width=FULL))
-        yield f"joint-min-{n}", _descent(stack(both, graphs.smaller(), width=FULL))
+        two = [[Head({S: each}), Head({T: each})] for each in ETAS[:n]]
+        yield f"mlp-max-{n}", _descent(stack(two, graphs.larger(), width=FULL))
+        yield f"mlp-min-{n}", _descent(stack(two, graphs.smaller(), width=FULL))
+    for name, last in (("backup-or", graphs.either()), ("joint-and", graphs.both())):
+        yield name, _descent(stack([two[0], []], graphs.sorting(), last, width=FULL))
 
 
 SHARES = {
@@ -113,7 +122,7 @@ def _softmax() -> Iterator[tuple[str, Made]]:
 
 
 def _varied(plain: dict[str, Made]) -> Iterator[tuple[str, Made]]:
-    for name in ("mlp-carry-2", "redundant-gd-2", "softmax-stack-2", "backup-gd-2"):
+    for name in ("mlp-carry-2", "redundant-gd-2", "softmax-stack-2", "backup-gd-2", "backup-or"):
         own = plain[name]
         yield f"{name}-rotated", replace(own, weights=turned(own.weights, seed=1))
     for name in NOISY:
@@ -151,3 +160,17 @@ def _gated(gates: list[tuple[float, ...]]) -> Weights:
     tensors = {n: like.tensors[n] for n in stacked_shapes(model, TASK.d_x, 1) if n in like.tensors}
     tensors["attn.b_gate"] = torch.tensor(gates, dtype=torch.float64).logit()
     return Weights(model, TASK.d_x, 1, tensors, like.scale)
+
+
+def _singular() -> Iterator[tuple[str, Made]]:
+    """Linear attention on a pool of so few task vectors that heads are left over, whose keys and queries are 0."""
+    for rank, n_heads in SINGULAR:
+        task = TaskConfig(d_x=4, context_length=31, noise_var=0.0, n_tasks=rank)
+        left, values, right = np.linalg.svd(task_moments(task).minimiser())
+        K, Q = np.zeros((2, n_heads, 1, task.d_x))
+        K[:rank, 0] = (left[:, :rank] * np.sqrt(values[:rank])).T
+        Q[:rank, 0] = np.sqrt(values[:rank])[:, None] * right[:rank]
+        weights = linear_attention(SeparateHeads(v=np.ones(n_heads), K=K, Q=Q))
+        exact = reduced_rank_coefficient(task.d_x, task.d_x, n_hidden=n_heads, rank=rank)
+        name = f"singular-rank{rank}-h{n_heads}"
+        yield name, Made(weights.to(torch.float64).copied(), task, coefficient=exact)

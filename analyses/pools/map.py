@@ -25,7 +25,7 @@ from analyses.pools.prior_heads import prior_heads
 from analyses.pools.probes import probes
 from analyses.pools.train import STEPS, pool_task
 from mechinterp import compare_priors, load, over_steps
-from mechinterp.analysis.learners.priors import CLEAR, PriorComparison
+from mechinterp.analysis.learners.priors import CLEAR_DISTANCE, PriorComparison
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import Checkpoint, save
 from mechinterp.icl.predictors import Pool
@@ -142,8 +142,8 @@ def transient(path: OverSteps) -> int | None:
     relative, sem = (
         np.array([getattr(each, name)[1] for each in new]) for name in ("relative", "relative_sem")
     )
-    above = (relative - CLEAR * sem > 0.5) & (path.step >= EARLIEST)
-    if not above.any() or not relative[-1] + CLEAR * sem[-1] < 0.5:
+    above = (relative - CLEAR_DISTANCE * sem > 0.5) & (path.step >= EARLIEST)
+    if not above.any() or not relative[-1] + CLEAR_DISTANCE * sem[-1] < 0.5:
         return None
     return int(path.step[above.argmax()])
 

@@ -9,10 +9,10 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
-from mechinterp.analysis.learners.priors import (
-    ERROR,
-    FEW,
-    KINDS,
+from mechinterp.analysis.learners.pool_tasks import (
+    DROPPED_ONE_IN,
+    ERROR_COLUMN,
+    TASK_KINDS,
     lengths_of,
     setting_of,
     trimmed,
@@ -128,7 +128,7 @@ def prior_heads(
     lengths = lengths_of(source, setting.task, context_lengths)
     masks = [[], *([head] for head in predictor.heads)]
     squares = {}
-    for kind in KINDS:
+    for kind in TASK_KINDS:
         sample = setting.sample(kind, n_prompts, lengths, seed)
         runs = [
             predictor.run(prompts, masks, method=method)
@@ -136,8 +136,8 @@ def prior_heads(
         ]
         by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
         squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
-    pooled, new = (_rises(squares[kind]) for kind in KINDS)
-    few = n_prompts // FEW
+    pooled, new = (_rises(squares[kind]) for kind in TASK_KINDS)
+    few = n_prompts // DROPPED_ONE_IN
     one = np.ones_like(new[..., 0, 0])
     measures = estimates(
         weight_change=trimmed_ratio(pooled[..., 0, 2], pooled[..., 1, 3], few),
@@ -161,7 +161,11 @@ def _rises(
     full = squares[:, 0]
     return np.stack(
         [
-            trimmed(np.stack([each - full, full], 1), np.maximum(each, full)[:, ERROR], FEW)
+            trimmed(
+                np.stack([each - full, full], 1),
+                np.maximum(each, full)[:, ERROR_COLUMN],
+                DROPPED_ONE_IN,
+            )
             for each in squares.swapaxes(0, 1)[1:]
         ],
         axis=1,

@@ -16,7 +16,8 @@ from analyses.lib import RESULTS
 from analyses.lib.measured import checkpoint, parsed, parser_of, shipped
 from analyses.pools.map import ONLY_FULL, OTHERS
 from mechinterp import compare_priors, load
-from mechinterp.analysis.learners.priors import KINDS, PriorComparison
+from mechinterp.analysis.learners.pool_tasks import TASK_KINDS
+from mechinterp.analysis.learners.priors import PriorComparison
 from mechinterp.checkpoints.checkpoint import Checkpoint
 
 TRIMMED = ("relative", "relative_sem", "risk", "risk_sem", "risk_ridge")
@@ -33,7 +34,7 @@ def rows_of(found: PriorComparison) -> list[dict[str, object]]:
             "median_risk": found.median_risk[i, 0],
             "carried_by_few": found.carried_by_few[i],
         }
-        for i, kind in enumerate(KINDS)
+        for i, kind in enumerate(TASK_KINDS)
     ]
 
 

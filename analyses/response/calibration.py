@@ -1,17 +1,18 @@
 """Error rate of the readings of `response`, on learners whose class is known.
 
-    python -m analyses.response.calibration  (200 functions and 60 trained models; half an hour on one core)
+    python -m analyses.response.calibration  (200 functions and 88 trained models; an hour on one core)
 
 Functions are those of families.py, ten seeds each. 48 models of one layer are trained by plain PyTorch
-(analyses/calibration/plain_training.py) and 12 of two and three layers by the package. The right reading of a trained
-model comes from its predictions, by least squares on descent's terms, without the response. The set was drawn after
-the rules of reading.py were settled, and looked at once. Models that the file already has are skipped. Writes
+(analyses/calibration/plain_training.py) and 12 of two and three layers by the package; a second set has 22 GPT-2s and 6
+models of linear attention, 12 of all with a pool of tasks (transformers.py). The right reading of a trained model comes
+from its predictions, by least squares, without the response. Each set was drawn after the rules of reading.py were
+settled, and looked at once. Models that the file already has are skipped. Writes
 analyses/results/response/response_calibration.csv.
 """
 
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zlib import crc32
 
 import numpy as np
@@ -24,14 +25,14 @@ from analyses.algorithms.trained import config_of
 from analyses.calibration import plain_training
 from analyses.calibration.plain_training import Setting
 from analyses.lib.measured import RESULTS
+from analyses.response import transformers
 from analyses.response.families import BATCH, FAMILIES, KERNEL, NOT_LINEAR, STILL, Learner
 from mechinterp import response, sample_prompts
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.training.train import train
 
 FILE = "response/response_calibration.csv"
-SETS = {"first": 100}
+FIRST, SECOND = 100, 200
 """First seed of each set; a set is drawn once."""
 SEEDS = 10
 """Functions of each family in a set."""
@@ -91,11 +92,14 @@ def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str
     return frozenset(right)
 
 
-def one_layer(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
-    """Models trained by plain PyTorch; the seed of a set moves their prompts and weights."""
+def one_layer(known: set[tuple[str, int]]) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models trained by plain PyTorch, six of a setting at once; settings whose models are known are left out."""
     for number, setting in enumerate(SETTINGS):
+        name = f"trained {setting.name}"
+        if all((name, replica) in known for replica in range(plain_training.REPLICAS)):
+            continue
         task = TaskConfig(d_x=setting.d_x, context_length=setting.length, noise_var=setting.noise)
-        weights, _ = plain_training.trained(setting, seed=1000 * first + number)
+        weights, _ = plain_training.trained(setting, seed=1000 * FIRST + number)
         for replica in range(plain_training.REPLICAS):
             own = {name: w[replica : replica + 1].double() for name, w in weights.items()}
 
@@ -105,27 +109,15 @@ def one_layer(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]
                 given = {name: w.to(prompts.y) for name, w in own.items()}
                 return plain_training.predictions(setting, given, prompts.tokens)[0]
 
-            yield f"trained {setting.name}", replica, learner, task, 1
+            yield name, replica, learner, task, 1
 
 
-def deep(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
-    """Models of two and three layers trained by the package."""
-    for score, n_layers in DEEP:
-        for seed in range(first, first + DEEP_SEEDS):
-            with TemporaryDirectory() as folder:
-                checkpoint = train(config_of(score, n_layers, seed), out=Path(folder) / "model")
-                predictor = checkpoint.predictor
-
-                def learner(prompts: Prompts, predictor=predictor) -> Tensor:
-                    return predictor.with_gradients(prompts)
-
-                yield (
-                    f"trained {score}, {n_layers} layers",
-                    seed,
-                    learner,
-                    checkpoint.task,
-                    n_layers,
-                )
+def deep(known: set[tuple[str, int]]) -> Iterator[tuple[str, int, Learner, TaskConfig, int]]:
+    """Models of two and three layers trained by the package; known ones are left out."""
+    for (score, n_layers), seed in product(DEEP, range(FIRST, FIRST + DEEP_SEEDS)):
+        name, config = f"trained {score}, {n_layers} layers", config_of(score, n_layers, seed)
+        if (name, seed) not in known:
+            yield name, seed, transformers.trained(config), config.task, n_layers
 
 
 def row_of(
@@ -150,14 +142,27 @@ def row_of(
     }
 
 
-def models_of(first: int) -> Iterator[tuple[str, int, Learner, TaskConfig, frozenset[str]]]:
-    """All learners of a set."""
-    for seed in range(first, first + SEEDS):
+Drawing = tuple[str, str, int, Learner, TaskConfig, frozenset[str]]
+
+
+def first_set(known: set[tuple[str, int]]) -> Iterator[Drawing]:
+    """Functions, and trained models without positions: kind, name, seed, learner, task, right readings."""
+    for seed in range(FIRST, FIRST + SEEDS):
         for name, build in FAMILIES.items():
             drawn = build(np.random.default_rng([crc32(name.encode()), seed]))
-            yield name, seed, drawn.learner, drawn.task, drawn.right
-    for name, seed, learner, task, n_layers in (*one_layer(first), *deep(first)):
-        yield name, seed, learner, task, right_of(learner, task, n_layers)
+            yield "functions", name, seed, drawn.learner, drawn.task, drawn.right
+    for name, seed, learner, task, n_layers in chain(one_layer(known), deep(known)):
+        yield "trained models", name, seed, learner, task, right_of(learner, task, n_layers)
+
+
+def second_set(known: set[tuple[str, int]]) -> Iterator[Drawing]:
+    """GPT-2s, and models that were trained on a pool of tasks."""
+    for name, seed, config in transformers.configs(SECOND):
+        if (name, seed) not in known:
+            learner, task = transformers.trained(config), config.task
+            right = transformers.right_of(learner, task, config.model.n_layers)
+            kind = "models of a pool" if task.n_tasks else "GPT-2s"
+            yield kind, name, seed, learner, task, right
 
 
 def calibration_table(results: Path) -> str:
@@ -182,18 +187,18 @@ def main() -> None:
     torch.set_num_threads(1)
     file = RESULTS / FILE
     file.parent.mkdir(exist_ok=True)
-    known = set()
-    if file.exists():
-        known = set(pd.read_csv(file)[["set", "family", "seed"]].itertuples(index=False, name=None))
-    for name, first in SETS.items():
-        for family, seed, learner, task, right in models_of(first):
-            if (name, family, seed) in known:
+    columns = ["set", "kind", "family", "seed", "right", "reading", "verdict", "left"]
+    if not file.exists():
+        pd.DataFrame(columns=columns).to_csv(file, index=False)
+    for name, drawn in (("first", first_set), ("second", second_set)):
+        rows = pd.read_csv(file).query("set == @name")
+        known = set(rows[["family", "seed"]].itertuples(index=False, name=None))
+        for kind, family, seed, learner, task, right in drawn(known):
+            if (family, seed) in known:
                 continue
-            kind = "trained models" if family.startswith("trained") else "functions"
             row = {"set": name, "kind": kind, **row_of(family, seed, learner, task, right)}
-            columns = ["set", "kind", "family", "seed", "right", "reading", "verdict", "left"]
             frame = pd.DataFrame([row]).reindex(columns=columns)
-            frame.to_csv(file, mode="a", header=not file.exists(), index=False, float_format="%.6g")
+            frame.to_csv(file, mode="a", header=False, index=False, float_format="%.6g")
             print(*row.values(), sep=" | ", flush=True)
     print(calibration_table(RESULTS))
 

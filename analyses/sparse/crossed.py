@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float
 
 from mechinterp import Prompts
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.ablation.pruning import Rule, checked, masked_by, refit_errors
+from mechinterp.analysis.ablation.pruning import refit_errors
+from mechinterp.analysis.ablation.pruning_rules import Rule, checked, masked_by
 from mechinterp.analysis.stats import (
     carried_by_few,
     estimates,

@@ -19,7 +19,7 @@ from analyses.sparse import setting as at
 from analyses.sparse.setting import ratio
 from mechinterp import Prompts, figures, train
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.ablation.pruning import pruned_weights
+from mechinterp.analysis.ablation.pruned import pruned_weights
 from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.display import frame_of, with_sem

@@ -12,7 +12,7 @@ from analyses.lib import Measured, Record, records
 from analyses.sparse import setting as at
 from analyses.sparse.setting import TARGETS
 from mechinterp import probe
-from mechinterp.analysis.ablation.pruning import masked_by
+from mechinterp.analysis.ablation.pruning_rules import masked_by
 from mechinterp.analysis.probing.probe import LayerProbes
 from mechinterp.analysis.stats import halves
 

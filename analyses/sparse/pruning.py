@@ -19,7 +19,11 @@ from analyses.sparse.crossed import Crossed, crossed
 from analyses.sparse.setting import RISK_AXIS, Pair, over, ratio
 from mechinterp import Prompts, ablate, figures
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later, least_head_later
+from mechinterp.analysis.ablation.pruning_rules import (
+    best_head_first,
+    best_head_later,
+    least_head_later,
+)
 from mechinterp.analysis.stats import halves, mean_and_sem
 
 RULES = {

@@ -21,7 +21,7 @@ from analyses.sparse import questions as ask
 from analyses.sparse.fairness import LEARNERS, TASK, moments, of_task
 from analyses.sparse.setting import best, best_lasso, best_ridge, ratio, told, typical_ratio, unseen
 from mechinterp import ExperimentConfig, ICLTransformer, Prompts, TaskConfig
-from mechinterp.analysis.ablation.pruning import best_head_first, best_head_later
+from mechinterp.analysis.ablation.pruning_rules import best_head_first, best_head_later
 from mechinterp.analysis.probing.p_probe import IDEAL, RAW
 from mechinterp.analysis.stats import halves, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint

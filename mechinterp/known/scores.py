@@ -17,6 +17,7 @@ from mechinterp.known.agreement import (
     MATTERS,
     MEANINGS_2,
     ROUNDING,
+    auroc,
     edge_values,
     score_circuits,
     score_edges_of_all,
@@ -102,7 +103,7 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
             "label" (a name), "components" (an array [component, d_model]). Version 2 also has "circuits" (truth values [size,
             layer, head], circuit k with k heads), "subspace" (a dict with the basis of each of `entry.variables`), and
             "aim" ("in" or "out"), which changes no score. For an empty dict the entry is left out.
-        entries: The suite; None: version 1 with the trained models of the package.
+        entries: The suite; None: the newest version with the trained models of the package.
     Raises:
         ValueError: If the method returns something else, or of wrong shape.
     Example:
@@ -111,7 +112,7 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
         >>> def random_heads(entry):
         ...     model = entry.checkpoint.config.model
         ...     return {"heads": np.random.default_rng(0).random((model.n_layers, model.n_heads))}
-        >>> score(random_heads, suite(trained="none")).to_frame().columns.tolist()
+        >>> score(random_heads, suite(1, trained="none")).to_frame().columns.tolist()
         ['entry', 'kind', 'score', 'value']
     """
     entries, rows, seconds = suite() if entries is None else entries, [], {}
@@ -258,7 +259,6 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     """Rank correlations of absolute values and effects, and AUROC for the effects that matter; a score without an answer,
     such as AUROC if all matter, is left out."""
     from scipy.stats import kendalltau, spearmanr  # slow import
-    from sklearn.metrics import roc_auc_score
 
     values, truth = (
         np.where(size < ROUNDING * size.max(), 0, size)
@@ -273,5 +273,5 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     }
     matters = truth > MATTERS * truth.max()
     if not matters.all():
-        found[f"{name} auroc"] = float(roc_auc_score(matters, values))
+        found[f"{name} auroc"] = auroc(matters, values)
     return found

@@ -5,7 +5,7 @@ import pytest
 
 from analyses.sparse.crossed import SPLITS, Choices, crossed, random_halves
 from mechinterp.analysis.ablation.measured import masked_errors
-from mechinterp.analysis.ablation.pruning import best_head_first
+from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.analysis.stats import ratio_and_sem
 from tests.analysis.one_pair import HALF, KEPT_A, KEPT_B, RHO, prompts_of, three_heads
 from tests.conftest import refused

@@ -14,12 +14,8 @@ from torch import Tensor
 from analyses.pools.map import transient
 from analyses.pools.prior_heads import _rises, prior_heads
 from mechinterp.analysis.learners.compare import compare_learners
-from mechinterp.analysis.learners.priors import (
-    ERROR,
-    KINDS,
-    compare_priors,
-    trimmed_closeness,
-)
+from mechinterp.analysis.learners.pool_tasks import ERROR_COLUMN, TASK_KINDS, trimmed_closeness
+from mechinterp.analysis.learners.priors import compare_priors
 from mechinterp.analysis.over_steps import OverSteps
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
@@ -152,8 +148,8 @@ def test_standard_errors_of_trimmed_means_are_those_of_repeated_samples():
     def sample() -> pd.DataFrame:
         squares = generator.chisquare(1, (20_000, 1, 8))
         # The error of the model has no mean; distances grow with it.
-        squares[..., ERROR] = generator.uniform(size=(20_000, 1)) ** -1.25
-        squares[..., :2] += squares[..., [ERROR]] * [1.0, 0.5]
+        squares[..., ERROR_COLUMN] = generator.uniform(size=(20_000, 1)) ** -1.25
+        squares[..., :2] += squares[..., [ERROR_COLUMN]] * [1.0, 0.5]
         return trimmed_closeness(squares, 1000)
 
     runs = [sample() for _ in range(100)]
@@ -170,7 +166,7 @@ def test_a_model_of_the_package_has_a_row_per_length_and_kind_of_tasks():
     heads = linear_attention(merged_heads(2, 3, std=0.1, seed=0))
     found = compare_priors(heads, task=task, n_prompts=64, context_lengths=[4, 1])
     frame = found.to_frame()
-    rows = [[kind, length] for kind in KINDS for length in (1, 4)]
+    rows = [[kind, length] for kind in TASK_KINDS for length in (1, 4)]
     assert frame[["tasks", "context_length"]].to_numpy().tolist() == rows
     assert np.isfinite(frame.select_dtypes("number").to_numpy()).all()
     assert (len(found.plot().data), len(found.plot_risks().data)) == (2, 6)
@@ -262,7 +258,9 @@ def test_prompts_on_which_the_full_or_the_masked_model_errs_most_are_left_out():
     squares[7, 1] = squares[8, 0] = (
         1e9  # one mask explodes on one prompt, the full model on another
     )
-    worst = max((i for i in range(2000) if i != 8), key=lambda i: squares[i, [0, 2], ERROR].max())
+    worst = max(
+        (i for i in range(2000) if i != 8), key=lambda i: squares[i, [0, 2], ERROR_COLUMN].max()
+    )
     rises = _rises(squares)
     for head, gone in enumerate(([7, 8], [8, worst])):
         expected = np.delete(squares[:, head + 1] - squares[:, 0], gone, 0)

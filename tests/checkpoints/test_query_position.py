@@ -20,7 +20,7 @@ from mechinterp import (
     prune,
     write_report,
 )
-from mechinterp.analysis.ablation.pruning import best_head_first
+from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.runner import query_positions
 from tests.checkpoints.test_hooked_modules import Split

@@ -16,7 +16,7 @@ from mechinterp.cli.printing import about_paths
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
-from mechinterp.report.page import PAGE
+from mechinterp.report.page import PAGE_FILE
 from tests.conftest import CHECKPOINTS, Run, started
 
 SCRIPT = Path(sys.executable).with_name("mechinterp")
@@ -91,13 +91,13 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     command = ("report", trained, "--out", out, "--n-prompts", 64, "--analysis", "circuits")
     ran = run(*command, "--json").done(silent=True)
     assert list(ran.document) == ["path", "page", "tables", "verdict"]
-    assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
+    assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE_FILE))
     files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
     assert set(out.iterdir()) == files
     assert ran.document["verdict"].startswith("What it computes: ")
 
     ran = run(*command, "--overwrite").done()
-    assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
+    assert ran.out.splitlines()[-1] == f"Report: {out / PAGE_FILE}"
 
 
 @pytest.mark.slow
@@ -132,9 +132,9 @@ def test_info(run: Run, trained: Path):
         ("sweep here.json --out run", ["here.json", "does not exist"]),
         ("classify", ["PATH"]),
         ("classify --n-prompts 1 softmax-h1-s0", ["n_prompts", ">= 8", "got 1."]),
-        ("compare-learners gone --context-length 0", ["--context-length", "1", "got 0."]),
-        ("compare-learners gone --seed -1", ["--seed", "0", "got -1."]),
-        ("compare-learners gone --seed x", ["--seed", "integer", "got x."]),
+        ("compare-learners gone --context-length 0", ["--context-length", "1", "0"]),
+        ("compare-learners gone --seed -1", ["--seed", "0", "-1"]),
+        ("compare-learners gone --seed x", ["--seed", "integer", "x"]),
         ("report gone --out page", ["gone", "does not exist"]),
         ("info one two", ["two"]),
         ("convert x --to native", ["--out"]),

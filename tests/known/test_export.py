@@ -53,7 +53,7 @@ for entry in ("gd-2", "preprocess-2-rotated"):
 
 @pytest.fixture(scope="module")
 def chosen() -> Suite:
-    hand_made = suite(trained="none")
+    hand_made = suite(1, trained="none")
     return Suite(1, {name: hand_made[name] for name in CHOSEN})
 
 
@@ -103,3 +103,15 @@ def test_the_same_suite_gives_the_same_bytes(archive: Path, chosen: Suite, tmp_p
 def test_an_archive_is_never_overwritten(archive: Path, chosen: Suite):
     with refused(archive.name, "not overwritten"):
         export(chosen, archive.parent)
+
+
+def test_variables_of_version_2_are_arrays_by_name(tmp_path: Path):
+    known = suite(2, trained="none")
+    one = Suite(2, {"gd-2": known["gd-2"]})
+    code = reader_of(archive := export(one, tmp_path))
+    ran = python("-c", BLOCKED + code + PRINTED, cwd=archive.parent).done(silent=True)
+    truths = json.loads(ran.out.splitlines()[0])
+    for name, basis in known["gd-2"].truth.variables.value.items():
+        np.testing.assert_array_equal(basis, np.array(truths[f"gd-2/variables/{name}"]))
+    effects = known["gd-2"].truth.edges_out.value
+    np.testing.assert_array_equal(effects, np.array(truths["gd-2/edges_out"]))

@@ -15,12 +15,13 @@ import pandas as pd
 import pytest
 
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.registry import ANALYSES, Model, analysis_of, run_analysis
+from mechinterp.analysis.needs import Model
+from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.known.entries import suite
 from mechinterp.known.scores import score
-from mechinterp.report.page import default_names, section_of
+from mechinterp.report.sections import default_names, section_of
 from mechinterp.report.to_html import page
 from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text
@@ -98,7 +99,7 @@ def test_tables_are_copies():
     """Of what the registry does not hold; every analysis in it goes through `require_forms` below."""
     models = [load(CHECKPOINTS / f"linear-separate-s{seed}") for seed in (0, 1)]
     require_copies(compare(models, n_prompts=64))
-    require_copies(score(lambda entry: {}, suite(trained="none")))
+    require_copies(score(lambda entry: {}, suite(1, trained="none")))
 
 
 @pytest.mark.slow

@@ -10,18 +10,13 @@ pytest.importorskip("devinterp")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_is_judged():
-    from analyses.known.devinterp_sampler import README, sampled
-    from mechinterp.known import judge_sampler
-    from mechinterp.known.entries import Suite
+def test_its_estimates_stand_in_a_row(monkeypatch):
+    from analyses.known import devinterp_sampler
 
-    few = Suite(1, {"minimum-1": suite(trained="none")["minimum-1"]})
-    short = README | {"num_draws": 5, "num_chains": 2}
-
-    def sampler(entry, seed):
-        return sampled(entry, seed, settings=short, n_prompts=256)
-
-    (row,) = judge_sampler(sampler, few, seeds=[0]).to_frame().itertuples()
-    assert row.exact == 3.5
-    assert math.isfinite(row.estimate)
-    assert row.sem > 0
+    short = devinterp_sampler.SHORT | {"num_draws": 6, "num_chains": 2}
+    monkeypatch.setattr(devinterp_sampler, "SETTINGS", {"short": short})
+    entry = suite(1, trained="none")["minimum-1"]
+    row = devinterp_sampler.sampled(entry, 0, "short")
+    assert row["estimate"] == pytest.approx((row["first_half"] + row["second_half"]) / 2)
+    assert math.isfinite(row["estimate"])
+    assert row["sem"] > 0

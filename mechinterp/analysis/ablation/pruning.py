@@ -1,26 +1,32 @@
-"""Pruning: heads chosen on half of the prompts, the cost of masking the others on the other half, and the smaller
-checkpoint."""
+"""Pruning: heads chosen on half of the prompts, and the cost of masking the others on the other half."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 from jaxtyping import Bool, Float
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.contrasts import Mask, heads_alone, rise
 from mechinterp.analysis.ablation.measured import EXCESS, estimated
+from mechinterp.analysis.ablation.pruned import save_pruned
+from mechinterp.analysis.ablation.pruning_rules import (
+    Rule,
+    best_head_first,
+    best_head_later,
+    checked,
+    least_head_later,
+    masked_by,
+)
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.probing.linear import cross_validated
-from mechinterp.analysis.result import HEADS, Table, records
+from mechinterp.analysis.probing.linear import cross_validated_probe
+from mechinterp.analysis.result import HEAD_COLUMNS, Table, records
 from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, save
-from mechinterp.checkpoints.load import load
+from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.checkpoints.native.folder import require_new
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, head_axes, with_sem
@@ -28,74 +34,15 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import prompts_and_law, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
-from mechinterp.models.weights import Weights
 
-SAVED_WITHIN = 1e-5
-"""Largest difference between the saved and the masked model, relative to the largest prediction."""
-WIDE = 100
+WIDE_RANGE = 100
 """Ratio of the largest to the smallest risk above which the bars use a logarithmic axis."""
 COSTS = with_sem("risk", "ratio")
-Rule = Callable[[np.ndarray], np.ndarray]
-"""Function from the rises [layer, head] of the excess risk to a mask [layer, head], True for heads
-that are kept."""
-
-
-def best_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Keeps all heads of the first layer, and the head with the largest rise of each later layer.
-
-    Example:
-        >>> best_head_later(np.array([[1.0, 2.0], [1.0, 2.0], [0.0, -1.0]])).tolist()
-        [[True, True], [False, True], [True, False]]
-    """
-    kept = rise.argmax(1)[:, None] == np.arange(rise.shape[1])
-    kept[0] = True
-    return kept
-
-
-def least_head_later(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Control: keeps all heads of the first layer, and the head with the smallest rise of each
-    later layer."""
-    return best_head_later(-rise)
-
-
-def best_head_first(rise: Float[np.ndarray, "layer head"]) -> Bool[np.ndarray, "layer head"]:
-    """Control: keeps the head with the largest rise of the first layer, and all heads of the later
-    layers."""
-    kept = rise.argmax(1)[:, None] == np.arange(rise.shape[1])
-    kept[1:] = True
-    return kept
-
-
 RULES: dict[str, Rule] = {
     "best-later": best_head_later,
     "least-later": least_head_later,
     "best-first": best_head_first,
 }
-
-
-def masked_by(kept: Bool[np.ndarray, "layer head"]) -> list[Head]:
-    """Heads that are not kept.
-
-    Example:
-        >>> masked_by(np.array([[True, False], [True, True]]))
-        [(0, 1)]
-    """
-    return [(int(layer), int(head)) for layer, head in np.argwhere(~kept)]
-
-
-def checked(kept: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of kept heads, checked.
-
-    Raises:
-        ValueError: If it is not a boolean array of this shape, or keeps no head.
-    """
-    if kept.shape != shape or kept.dtype != bool:
-        raise ValueError(
-            f"A rule must return a boolean array of shape {shape}, got {kept.dtype} of shape {kept.shape}."
-        )
-    if not kept.any():
-        raise ValueError(f"A rule must keep at least one of {kept.size} heads, got none.")
-    return kept
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -118,7 +65,7 @@ class Refit:
 class Pruning(Result):
     """Cost of masking the heads that a rule drops, on prompts that did not choose them; nothing is retrained."""
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "kept": "True for heads that are kept.",
         "rise": "Rise of the excess risk when a head is masked, on the prompts that chose; the rule reads it.",
         "risk": "Excess risk of the pruned model on the other prompts.",
@@ -222,7 +169,7 @@ class Pruning(Result):
         title = "Excess risk of the full and the pruned model"
         figure = figures.bars([*frame["model"]], bars, title=title, y_title="excess risk (y²)")
         risks = frame[[names[0] for names in groups.values()]].to_numpy()
-        wide = risks.min() > 0 and risks.max() > WIDE * risks.min()
+        wide = risks.min() > 0 and risks.max() > WIDE_RANGE * risks.min()
         return figure.update_yaxes(type="log") if wide else figure
 
 
@@ -350,56 +297,6 @@ def refit_errors(
     """
     stream = predictor_of(source).streams(prompts, heads=gone)[-1, :, 0]
     exact = (each.double().numpy(force=True) for each in (stream, prompts.y_query))
-    (fitted,) = cross_validated(*exact)
+    (fitted,) = cross_validated_probe(*exact)
     clean = prompts.y_query_clean.double().numpy(force=True)
     return np.square(fitted.prediction - clean).mean(1), fitted.fit_sem(clean)
-
-
-def pruned_weights(weights: Weights, kept: Bool[np.ndarray, "layer head"]) -> Weights:
-    """Weights without the dropped heads, with as many heads per layer as the largest layer needs.
-
-    Raises:
-        ValueError: If `kept` does not have the model's shape, or keeps no head.
-    """
-    kept = checked(kept, (weights.n_layers, weights.n_heads))
-    return weights.without(masked_by(kept)).compact()
-
-
-def save_pruned(
-    checkpoint: Checkpoint,
-    kept: Bool[np.ndarray, "layer head"],
-    path: str | Path,
-    *,
-    prompts: Prompts,
-) -> Checkpoint:
-    """Save the pruned model as a checkpoint, and check that it predicts as the masked model.
-
-    Its heads are renumbered in the order of `kept_heads` in its origin.
-
-    Args:
-        kept: Mask of kept heads, as in `Pruning`.
-        prompts: Prompts on which both predictions are compared.
-    Raises:
-        CheckpointError: If the folder is not empty or cannot be written.
-        ValueError: If no head is kept, or the saved model predicts otherwise.
-    """
-    checkpoint = checkpoint_of(checkpoint, "save_pruned")
-    weights = pruned_weights(checkpoint.weights, kept)
-    expected = checkpoint.predictor.run(prompts, [masked_by(kept)])[0]
-    heads = [[int(head) for head in np.flatnonzero(layer)] for layer in kept]
-    save(
-        path,
-        replace(checkpoint.config, model=weights.model),
-        weights,
-        step=checkpoint.step,
-        assumed=checkpoint.assumed_and_doubt,
-        origin={"pruned_from": checkpoint.name, "kept_heads": heads},
-    )
-    saved = load(path)  # its predictions are checked below
-    size = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    error = ((saved.predictor.run(prompts)[0] - expected).abs().max() / size).item()
-    if not error <= SAVED_WITHIN:
-        raise ValueError(
-            f"{path}: the saved model must predict as the masked model to {SAVED_WITHIN}, got a difference of {error:.2g}."
-        )
-    return saved

@@ -34,7 +34,7 @@ LEAST_SQUARES = "recursive_least_squares"
 """Label whose penalty is constant or falls with the number of pairs."""
 ERRORS = 2
 """Number of standard errors from which on a difference decides between the two penalties."""
-OWN = 0
+OWN_COLUMN = 0
 """Column of the last prediction at the model's own length."""
 
 
@@ -141,8 +141,8 @@ class Naming(Named, Result):
         The error is that for these two: that another learner may be nearest on other prompts, and the fits, are left out.
         """
         last = self.measured.last
-        near, far = (last.error[last.names.index(name), OWN] for name in (first, second))
-        lead, sem = ratio_and_sem(far - near, last.size[OWN])
+        near, far = (last.error[last.names.index(name), OWN_COLUMN] for name in (first, second))
+        lead, sem = ratio_and_sem(far - near, last.size[OWN_COLUMN])
         return float(lead), float(sem)
 
     @property

@@ -1,19 +1,14 @@
-"""Measurements of a learner: its filter over directions, its use of age, similarity and order of the
-pairs, the symmetries that it keeps, and the part that none of these explain.
-"""
+"""Filter over directions, weights of pairs by age and similarity, and coordinates: frames of one response."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from numpy.polynomial.legendre import legvander
 
 from mechinterp.analysis.response.frames import Estimate
-from mechinterp.analysis.response.pair_weights import pair_weights, values
 from mechinterp.analysis.response.projection import (
     Projection,
     PromptArrays,
@@ -23,8 +18,6 @@ from mechinterp.analysis.response.projection import (
     solve,
     spline,
 )
-from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.predictor import Learner
 
 KNOTS = 10
 """Number of eigenvalues at which the filter is reported."""
@@ -34,8 +27,6 @@ MOST_STEPS = 6
 """Largest number of steps of descent among the forms."""
 AGE_BINS = 4
 """Number of hat functions over the positions, and of bins of pairs for the order."""
-MOST_SWAPS = 24
-"""Largest number of positions whose pair is replaced."""
 POWERS = (0.0, 0.5, 1.0, 1.5, 2.0)
 """Powers of M that are tried as coordinates; 0 keeps those of x."""
 C_GRID = (1e-3, 30.0, 30)
@@ -191,276 +182,3 @@ def similarity_frame(sample: PromptArrays) -> pd.DataFrame:
     inner = sample.x.shape[1] * sample.sums(np.einsum("nlb,nl->nb", basis, sample.a))
     weight, sem = jackknife(solve, gram, inner)
     return pd.DataFrame({"u": knots, "weight": weight, "weight_sem": sem})
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """Change of the weight of a pair when another pair is exchanged for a fresh one."""
-
-    frame: pd.DataFrame
-    later: Estimate
-    """Mean of L^2 D for the effect of a later pair on an earlier one's weight."""
-    earlier: Estimate
-    """Mean of L^2 D for the effect of an earlier pair on a later one's weight."""
-    eta: Estimate
-    """Step size of an online learner with these effects, for x of unit variance."""
-
-
-ORDER_COLUMNS = ("changed", "pair", "size", "size_sem", "slope", "slope_sem")
-
-
-def order_of(
-    function: Learner, prompts: Prompts, sample: PromptArrays, root: np.ndarray | None, output: int
-) -> Order:
-    """Effect of a fresh pair i, of the same task vector and noise, on the weight of each pair j.
-
-    size is L^2 D_ij with D_ij = E (change of a_j)^2 / (2 E a^2). slope is that of the change of
-    a_j on the change of <q, x_i> <x_i, x_j> / L^2. No expansion is cut off: a zero is exact.
-
-    Args:
-        sample: The same prompts, in x's own coordinates.
-        root: Coordinates of the slopes, x -> root x; None: those of x.
-    """
-    context = sample.x.shape[1]
-    beta = prompts.task_vectors_at_every_x("order")[..., output]
-    moved = sample if root is None else in_coordinates(sample, root)
-    u = moved.similarity
-    positions = np.unique(np.linspace(0, context - 1, min(context, MOST_SWAPS)).round().astype(int))
-    size = sample.sums((sample.a**2).mean(1))
-    others = np.arange(context)
-    rows = []
-    shares: dict[str, list[np.ndarray]] = {"later": [], "earlier": []}
-    slopes = np.zeros(len(size))
-    squares = np.zeros((len(size), context))
-    for i in positions:
-        x = prompts.x.clone()
-        x[:, i] = prompts.x[:, i].roll(1, 0)
-        y = prompts.y.clone()
-        y[:, i, output] += ((x[:, i] - prompts.x[:, i]) * beta[:, i].to(x)).sum(1)
-        change = pair_weights(function, replace(prompts, x=x, y=y), output) - sample.a
-        own = moved.x[:, i]
-        new = np.roll(own, 1, 0)
-        product = (_through(moved, new) - _through(moved, own)) / context**2
-        changes = sample.sums(change**2)
-        along, length = sample.sums(change * product), sample.sums(product**2)
-        D, D_sem = jackknife(lambda d, a: context**2 * ratio(d, 2 * a), changes, size)
-        C, C_sem = jackknife(ratio, along, length)
-        values_of = dict(zip(ORDER_COLUMNS, (i, others, D, D_sem, C, C_sem), strict=True))
-        rows.append(pd.DataFrame(values_of)[others != i])
-        shares["later"].append(changes[:, :i].sum(1))
-        shares["earlier"].append(changes[:, i + 1 :].sum(1))
-        slopes = slopes + along[:, :i].sum(1)
-        squares = squares + length * (others < i)
-    counts = {"later": positions.sum(), "earlier": (context - 1 - positions).sum()}
-
-    def mean_size(which: str) -> Estimate:
-        total = np.sum(shares[which], 0) / max(counts[which], 1)
-        value, sem = jackknife(lambda d, a: context**2 * ratio(d, 2 * a), total, size)
-        return float(value), float(sem)
-
-    weight = sample.sums(u * sample.a)
-    unit = sample.sums(u**2)
-
-    def eta_of(
-        slopes: np.floating, squares: np.ndarray, weight: np.ndarray, unit: np.ndarray
-    ) -> float:
-        # A delta rule changes a_j by -eta / (1 - eta) L c_j times <q, x_i> <x_i, x_j> / L^2.
-        c = context * weight / unit
-        rate = max(-float(slopes) / max(float((squares * c).sum()) * context, 1e-300), 0.0)
-        return rate / (1 + rate)
-
-    eta = jackknife(eta_of, slopes, squares, weight, unit)
-    frame = pd.concat(rows, ignore_index=True)
-    return Order(frame, mean_size("later"), mean_size("earlier"), (float(eta[0]), float(eta[1])))
-
-
-def _through(sample: PromptArrays, covariate: np.ndarray) -> Float[np.ndarray, "batch context"]:
-    """<q, x_i> <x_i, x_j> for each j."""
-    similarity = np.einsum("ni,ni->n", sample.x_query, covariate)
-    return similarity[:, None] * np.einsum("ni,nli->nl", covariate, sample.x)
-
-
-@dataclass(frozen=True, eq=False)
-class Left:
-    """Part of the squared predictions that is left as columns are added, and what it consists of."""
-
-    frame: pd.DataFrame
-    mean_of_x: Estimate
-    """Coefficient of the mean of x: 1 for a filter on x - mean(x), 0 for a filter on x."""
-    linear: Estimate
-    """Share that is linear in y but no filter, NaN where y given x is not Gaussian."""
-    even: Estimate
-    """Share that does not change its sign with y."""
-
-
-def left_of(
-    sample: PromptArrays,
-    shrunk: Shrinkage,
-    again: Float[np.ndarray, "batch context"] | None,
-    posterior: Float[np.ndarray, " batch"] | None,
-) -> Left:
-    """Part left by the filter, then with columns for the mean of x, similarity, position and order.
-
-    Args:
-        again: Weights of the pairs at independent y on the same x; None: unknown.
-        posterior: Predictions of the posterior mean over the pool of tasks, a last column; None: no pool.
-    """
-    context = sample.x.shape[1]
-    knots = quantile_knots(sample.modes.s, KNOTS)
-    u_knots = quantile_knots(sample.similarity, SIMILARITY_KNOTS)
-    phi, _ = Projection.of_filters(
-        sample, spline(sample.modes.s, knots, shrunk.c[0])
-    ).coefficients()
-    groups = {
-        "filter": lambda p: p.modes.weights(p, spline(p.modes.s, knots, shrunk.c[0])),
-        "+ mean of x": _mean_column,
-        "+ similarity": lambda p: spline(p.similarity, u_knots) / context,
-        "+ position": lambda p: _by_position(p, spline(p.modes.s, knots, shrunk.c[0])),
-        "+ order": _by_order,
-    }
-    widths = [columns(sample.parts[0]).shape[2] for columns in groups.values()]
-    fit = Projection.of_columns(
-        sample, lambda part: np.concatenate([columns(part) for columns in groups.values()], 2)
-    )
-    ends = np.cumsum(widths)
-    rows = [(name, *fit.left(int(end))) for name, end in zip(groups, ends, strict=True)]
-    if posterior is not None:
-        rows.append(("+ posterior", *_with_posterior(sample, shrunk, knots, posterior)))
-    centred = jackknife(partial(_centred, n=int(ends[0])), fit.gram, fit.inner)
-    linear: tuple = (np.nan, np.nan)
-    if again is not None and sample.by_gradient:
-        own = sample.modes.weights(sample, spline(sample.modes.s, knots, shrunk.c[0])) @ phi
-        product = _metric(sample, sample.a - own, again - own)
-        linear = jackknife(ratio, sample.sums(product), sample.sums(sample.f**2))
-    even = jackknife(ratio, sample.sums((sample.f - sample.odd) ** 2), sample.sums(sample.f**2))
-    return Left(
-        pd.DataFrame(rows, columns=["columns", "left", "left_sem"]),
-        *((float(value), float(sem)) for value, sem in (centred, linear, even)),
-    )
-
-
-def _centred(gram: np.ndarray, inner: np.ndarray, n: int) -> float:
-    """Coefficient of the mean of x, in units of the mean size of the filter fitted with it."""
-    fitted = solve(gram[: n + 1, : n + 1], inner[: n + 1])
-    return float(ratio(-fitted[n], np.abs(fitted[:n]).mean()))
-
-
-def _mean_column(part: PromptArrays) -> Float[np.ndarray, "batch context 1"]:
-    """<q, mean(x)> / L for every pair."""
-    context = part.x.shape[1]
-    mean = np.einsum("ni,ni->n", part.x_query, part.x.mean(1))
-    return np.broadcast_to(mean[:, None, None], (len(part), context, 1)) / context
-
-
-def _by_position(
-    part: PromptArrays, basis: np.ndarray
-) -> Float[np.ndarray, "batch context column"]:
-    """The filter's columns times hat functions over the positions."""
-    context = part.x.shape[1]
-    ends = np.linspace(0, context - 1, AGE_BINS)
-    hats = np.stack([np.interp(np.arange(context), ends, e) for e in np.eye(AGE_BINS)], 1)
-    columns = part.modes.weights(part, basis)
-    return np.einsum("njb,jc->njbc", columns, hats).reshape(len(part), context, -1)
-
-
-def _by_order(part: PromptArrays) -> Float[np.ndarray, "batch context column"]:
-    """<q, x_i> <x_i, x_j> / L^2 summed over pairs i by bins of i and of j."""
-    context = part.x.shape[1]
-    bins = np.eye(AGE_BINS)[np.arange(context) * AGE_BINS // context]
-    products = np.einsum("nli,nki->nlk", part.x, part.x) * (1 - np.eye(context))
-    weighted = (part.similarity[:, :, None] * products).transpose(0, 2, 1) @ bins
-    columns = np.einsum("njb,jc->njbc", weighted, bins).reshape(len(part), context, -1)
-    return columns / context**2
-
-
-def _metric(
-    sample: PromptArrays, left: np.ndarray, right: np.ndarray
-) -> Float[np.ndarray, " batch"]:
-    """Inner product of two weights in the metric of y given x."""
-    through = (np.einsum("nli,nl->ni", sample.x, each) for each in (left, right))
-    return sample.beta_var * np.multiply(*through).sum(1) + sample.noise_var * (left * right).sum(1)
-
-
-def _with_posterior(
-    sample: PromptArrays, shrunk: Shrinkage, knots: np.ndarray, posterior: np.ndarray
-) -> Estimate:
-    """Part left by the filter and the posterior mean together, fitted to the predictions."""
-    modes = sample.modes
-    basis = spline(modes.s, knots, shrunk.c[0]) * modes.query[:, :, None]
-    columns = np.c_[np.einsum("nkb,nk->nb", basis, modes.y), posterior]
-    squares = sample.sums(columns[:, :, None] * columns[:, None])
-    cross = sample.sums(columns * sample.f[:, None])
-    return Projection(squares, cross, squares, cross, sample.sums(sample.f**2)).left()
-
-
-def symmetries_frame(
-    functions: Mapping[str, Learner], prompts: Prompts, group: np.ndarray, output: int, seed: int
-) -> pd.DataFrame:
-    """Mismatch E (f - f')^2 / (2 E f^2) of each symmetry: 0 if it is kept, 1 for unrelated predictions.
-
-    Args:
-        functions: The model, and the Bayes learner as "bayes" if it is known.
-    """
-    columns = {}
-    for name, function in functions.items():
-        pairs = _transformed(function, prompts, output, seed)
-        rows = {}
-        for symmetry, (left, right, plain) in pairs.items():
-            sums = [_grouped(each, group) for each in ((left - right) ** 2, plain**2)]
-            rows[symmetry] = jackknife(lambda e, s: ratio(e, 2 * s), *sums)
-        columns[name] = rows
-    model = columns["model"]
-    bayes = columns.get("bayes", {})
-    return pd.DataFrame(
-        {
-            "symmetry": list(model),
-            "mismatch": [float(value) for value, _ in model.values()],
-            "mismatch_sem": [float(sem) for _, sem in model.values()],
-            "bayes": [float(bayes[name][0]) if name in bayes else np.nan for name in model],
-        }
-    )
-
-
-def _grouped(each: np.ndarray, group: np.ndarray) -> np.ndarray:
-    return np.stack([each[group == g].sum(0) for g in np.unique(group)])
-
-
-def _transformed(
-    function: Learner, prompts: Prompts, output: int, seed: int
-) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Predictions on the transformed prompts, what they should be, and the plain predictions."""
-    generator = torch.Generator().manual_seed(seed)
-    x, y, query = prompts.x, prompts.y, prompts.x_query
-    order = torch.randperm(x.shape[1], generator=generator)
-    normal = torch.randn(x.shape[2], x.shape[2], generator=generator, dtype=torch.float64)
-    rotation = torch.linalg.qr(normal)[0].to(x)
-    spread = float(y.std())
-    half = 0.5**0.5
-
-    def run(**changed: torch.Tensor) -> np.ndarray:
-        return values(function, replace(prompts, **changed), output)
-
-    f = run()
-    turned = query.roll(1, 0)
-    tests = {
-        "order of pairs": (run(x=x[:, order], y=y[:, order]), f),
-        "rotation of x": (run(x=x @ rotation, x_query=query @ rotation), f),
-        "sign of y": (-run(y=-y), f),
-        "y / 2": (2 * run(y=y / 2), f),
-        "2 y": (run(y=2 * y) / 2, f),
-        "sum of two queries": (
-            run(x_query=(query + turned) * half),
-            (f + run(x_query=turned)) * half,
-        ),
-        "shift of x": (run(x=x + 1, x_query=query + 1), f),
-        "shift of y": (run(y=y + spread) - spread, f),
-    }
-    if prompts.knows_task_vectors:
-        other = second_y(prompts)
-        tests["sum of two y"] = (run(y=(y + other) * half), (f + run(y=other)) * half)
-    return {name: (*pair, f) for name, pair in tests.items()}
-
-
-def second_y(prompts: Prompts) -> torch.Tensor:
-    """Responses of another task vector and other noise on the same x."""
-    return prompts.with_next_task("a second y").y

@@ -3,12 +3,11 @@ the loss.
 
 lambda_hat = nbeta (E[L(w)] - L(w*)), with w drawn from exp(-nbeta L(w) - (localization / 2) |w -
 w*|^2). At a quadratic minimum in D directions it is D / 2. For linear attention trained on moments
-the exact value is known. Away from a minimum the estimate has no meaning, and none is given."""
+the exact value is known. Away from a minimum the estimate has no meaning, and none is given.
+"""
 
 import math
-import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,7 +20,9 @@ from torch import nn
 
 from mechinterp import figures
 from mechinterp.analysis.result import Table
+from mechinterp.analysis.training.cost_of_chains import Cost
 from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss, quick_parts
+from mechinterp.analysis.training.minimum import FALL, fall_nearby, lowest_nearby, why_no_minimum
 from mechinterp.analysis.training.sampler import (
     Chains,
     LocalLoss,
@@ -38,15 +39,6 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import gradients_explained
 from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.predictor import Source
-
-LONG = 600.0
-"""Longest drawing without stated chains, in seconds; longer drawing with stated chains gives a warning."""
-FALL = 0.05
-"""Largest nbeta (L - L_min) of weights that count as a minimum; the estimate is too low by this
-much at most."""
-GROWTH = (4.0, 0.1)
-"""An estimate counts as growing if its last third differs from its first by more than GROWTH[0]
-standard errors and by more than the fraction GROWTH[1]."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -188,7 +180,8 @@ def local_learning_coefficient(
     """Local learning coefficient of a model or of any module, by Hamiltonian Monte Carlo.
 
     Linear attention trained on moments uses the exact loss of the population; other models use the
-    loss on `n_prompts` prompts, and a module the given loss.
+    loss on `n_prompts` prompts, and a module the given loss. Models of several layers are drawn with
+    the loss in float32 where its rounding does not matter; descent is in float64.
 
     Args:
         source: A model, for example a saved step `checkpoint.at(1000)`; with `loss`, any PyTorch
@@ -235,7 +228,7 @@ def local_learning_coefficient(
     moved = 0.0
     if settle:
         cost.check()
-        settled, _ = descend(Tempered(local, sampler.nbeta, 0.0), most=20_000)
+        settled, _ = lowest_nearby(Tempered(local, sampler.nbeta, 0.0), most=20_000)
         moved = float(np.linalg.norm(settled - local.at))
         local = replace(local, at=settled)
     first, *curve = (
@@ -259,7 +252,7 @@ def _estimate(
     if not reason:
         cost.check()
         if chains.langevin is None:
-            excess, accepted = hamiltonian_draws(law, chains, seed=seed)
+            excess, accepted = hamiltonian_draws(law.for_draws, chains, seed=seed)
         else:
             excess, accepted = langevin_draws(law, chains, chains.langevin, seed=seed)
             drawn["bias"] = chains.langevin.bias
@@ -284,136 +277,3 @@ def _estimate(
         over=loss.over,
         moved=moved,
     )
-
-
-@dataclass(eq=False)
-class Cost:
-    """Time of drawing, measured on gradients before the first draw."""
-
-    loss: LocalLoss
-    chains: Chains
-    stated: bool
-    """True if the chains were given: long drawing then gives a warning, else it is refused."""
-    parts: Callable[[], Iterable[LocalLoss]]
-    """Function that gives losses of parts of the weights, which may be quicker."""
-    checked: bool = False
-
-    def check(self) -> None:
-        """Warn of long drawing, or refuse it if no chains are stated; the time is measured once.
-
-        Raises:
-            ValueError: If it takes more than ten minutes and no chains are stated.
-        """
-        if self.checked:
-            return
-        self.checked = True
-        seconds = seconds_of(self.loss, self.chains)
-        if seconds < LONG:
-            return
-        count = self.chains.n_gradients * (1 + len(self.chains.other_nbeta))
-        entries = self.loss.sampled.split(":")[0]
-        takes = f"drawing takes about {seconds / 60:.0f} minutes, {count:,} gradients of {entries} on {self.loss.over}"
-        if self.stated:
-            warnings.warn(
-                f"{takes}; fewer prompts (n_prompts=), entries (weights=) or draws (chains=) take less.",
-                stacklevel=4,
-            )
-            return
-        raise ValueError(
-            f"{takes}: state chains=Chains(...) (--n-draws) to draw as long{self._shorter()}, or take fewer prompts (n_prompts=)."
-        )
-
-    def _shorter(self) -> str:
-        """A part of the weights for which drawing takes less than ten minutes; empty if none was found."""
-        for part in self.parts():
-            seconds = seconds_of(part, part.chains)
-            if seconds < LONG:
-                entries, _, pattern = part.sampled.partition(": ")
-                takes = f"{entries}, about {math.ceil(seconds / 60)} minutes"
-                return f", or a part of the weights, such as weights={pattern!r} ({takes})"
-        return ""
-
-
-def seconds_of(loss: LocalLoss, chains: Chains) -> float:
-    """Seconds of drawing, from the time of one gradient of all chains."""
-    points = np.repeat(loss.at[None], chains.n_chains, axis=0)
-    count = chains.n_gradients * (1 + len(chains.other_nbeta))
-    seconds = math.inf
-    for _ in range(2):  # the first call may also compile and import
-        start = time.perf_counter()
-        loss.function(points)
-        seconds = min(seconds, count * (time.perf_counter() - start))
-        if seconds < LONG:
-            return seconds
-    return seconds
-
-
-def fall_nearby(law: Tempered) -> tuple[float, bool]:
-    """Decrease of nbeta L by descent within the pull, and True if it is only known to be at least as large.
-
-    Where a gradient takes long, descent on the first look ends at twice the limit of a minimum. What it found is then
-    measured by the loss itself.
-    """
-    if law.loss.first_look is not None:
-        look = Tempered(
-            replace(law.loss, function=law.loss.first_look), law.nbeta, law.localization
-        )
-        lower, _ = descend(look, enough=2 * FALL)
-        fall = -float(law.energy(lower[None])[0][0])
-        if fall > FALL:
-            return fall, True
-    return descend(law)[1], False
-
-
-def descend(
-    law: Tempered, *, most: int = 200, enough: float = math.inf
-) -> tuple[Float[np.ndarray, " weight"], float]:
-    """Lowest weights that descent finds within the pull, and the decrease of nbeta L.
-
-    Args:
-        most: Largest number of L-BFGS steps.
-        enough: Descent ends once nbeta L, with the pull, is lower by this much.
-    """
-    from scipy.optimize import minimize  # slow import
-
-    def pulled(point: np.ndarray) -> tuple[float, np.ndarray]:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            _, energy, gradient = law.energy(point[None])
-        return float(energy[0]), gradient[0]
-
-    def stop(intermediate_result: Any) -> None:  # scipy passes the result by this name
-        if -intermediate_result.fun > enough:
-            raise StopIteration
-
-    # Weights are stored in float32: a decrease of 1e-6 is rounding.
-    settings = {"maxiter": most, "maxfun": 2 * most, "ftol": 0.0, "gtol": 1e-4, "maxcor": 30}
-    lowest = minimize(
-        pulled, law.loss.at, jac=True, method="L-BFGS-B", options=settings, callback=stop
-    ).x
-    fall = -float(law.energy(lowest[None])[0][0])
-    return (lowest, fall) if fall > 0 else (law.loss.at, 0.0)
-
-
-def why_no_minimum(excess: Float[np.ndarray, "chain draw"]) -> str:
-    """Evidence of the draws' nbeta (L - L*) against a minimum at L*; empty if there is none.
-
-    Example:
-        >>> why_no_minimum(np.random.default_rng(0).gamma(3.0, size=(4, 300)))
-        ''
-        >>> why_no_minimum(-np.ones((4, 300)))
-        'draws have a lower loss than the weights: nbeta (L - L*) has minimum -1 and mean -1.'
-    """
-    if not np.isfinite(excess).all():
-        return "draws overflow."
-    if excess.min() < -FALL:
-        return (
-            f"draws have a lower loss than the weights: nbeta (L - L*) has minimum {excess.min():.3g} "
-            f"and mean {excess.mean():.3g}."
-        )
-    third = max(excess.shape[1] // 3, 2)
-    first, last = excess[:, :third], excess[:, -third:]
-    change = float(last.mean() - first.mean())
-    error = math.hypot(mean_error(first), mean_error(last))
-    if abs(change) > GROWTH[0] * error and abs(change) > GROWTH[1] * excess.mean():
-        return f"the estimate grows during sampling, by {change:.3g} ± {error:.2g}."
-    return ""

@@ -1,0 +1,68 @@
+"""Distributed alignment search (Geiger et al. 2023, arXiv 2303.02536): the subspace that holds a variable, by gradient descent.
+
+A rotation is trained so that a run on base prompts, with the part of the activation that lies in the first rotated directions
+taken from source prompts, predicts what the algorithm predicts with the variable's value on the source prompts. The rotation
+is an orthogonal parametrization trained by Adam with step size 0.001, as in the authors' library pyvene; the loss for regression
+is the squared error."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+from analyses.known.gradients import Answer
+from mechinterp.known import Entry
+from mechinterp.known.variables import Variable
+
+STEPS, BATCH, STEP_SIZE = 1000, 64, 1e-3
+N_PROMPTS = 2048
+"""Number of base and of source prompts in the training set."""
+SEED = 1000
+"""Seed of the training prompts; those of the score have others."""
+
+
+def alignment(entry: Entry, *, seed: int = 0, steps: int = STEPS) -> Answer:
+    """Basis of the subspace of each variable."""
+    found = {v.name: basis_of(entry, v, seed=seed, steps=steps) for v in entry.variables}
+    return {"subspace": found} if found else {}
+
+
+def basis_of(entry: Entry, variable: Variable, *, seed: int, steps: int) -> object:
+    """Basis [size, width] after training."""
+    hooked = entry.hooked
+    sets = [entry.sample(N_PROMPTS, SEED + 2 * seed + k) for k in range(2)]
+    base, source = (hooked.tokens(prompts) for prompts in sets)
+    target = variable.counterfactual(hooked, *sets)
+    width = variable.basis.shape[1]
+    with torch.no_grad():
+        noted = activation(hooked, source, variable)
+    torch.manual_seed(seed)
+    rotation = orthogonal(nn.Linear(width, variable.size, bias=False, dtype=torch.float64))
+    optimizer = torch.optim.Adam(rotation.parameters(), lr=STEP_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.enable_grad():
+        for _ in range(steps):
+            at = torch.randint(N_PROMPTS, (BATCH,), generator=generator)
+            hook = partial(interchange, source=noted[at], basis=rotation.weight, at=variable.at)
+            output = hooked.run_with_hooks(base[at], fwd_hooks=[(variable.hook, hook)])[:, -1]
+            optimizer.zero_grad()
+            (output - target[at]).square().mean().backward()
+            optimizer.step()
+    return rotation.weight.detach().numpy()
+
+
+def activation(hooked: nn.Module, tokens: Tensor, variable: Variable) -> Tensor:
+    _, cache = hooked.run_with_cache(tokens, names_filter=lambda name: name == variable.hook)
+    return cache[variable.hook]
+
+
+def interchange(
+    own: Tensor, hook: object, *, source: Tensor, basis: Tensor, at: int | None
+) -> Tensor:
+    """The activation with its part in the span of orthonormal vectors [size, width] taken from the source."""
+    rows = slice(None) if at is None else slice(at, None if at == -1 else at + 1)
+    moved = (source - own)[:, rows].flatten(2)
+    changed = own.clone()
+    changed[:, rows] = own[:, rows] + (moved @ basis.mT @ basis).view_as(own[:, rows])
+    return changed
