@@ -16,7 +16,8 @@ from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
 import mechinterp
-from mechinterp.analysis.registry import ANALYSES, nothing
+from mechinterp.analysis.needs import nothing
+from mechinterp.analysis.registry import ANALYSES
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {

@@ -259,12 +259,22 @@ def templates() -> dict[str, dict]:
 
 def finish(figure: go.Figure, title: str, *, height: int, top: int = 60) -> go.Figure:
     """The figure with its title and the common layout."""
+    _put_template(figure, TEMPLATES["light"])
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
-        template=TEMPLATES["light"],
         # Below the axis: a legend beside it leaves no room for the figure on a narrow page.
         legend={"orientation": "h", "yanchor": "top", "y": -0.27},
         height=height,
         margin={"l": 60, "r": 20, "t": top, "b": 50},
     )
     return figure
+
+
+def _put_template(figure: go.Figure, name: str) -> None:
+    """Set one of plotly's own templates, as plotly sets its default: without checking each of its numbers, which takes 25
+    times as long as all else in a small figure."""
+    figure.layout._validate = False
+    try:
+        figure.layout.template = io.templates[name]
+    finally:
+        figure.layout._validate = True

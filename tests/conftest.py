@@ -200,7 +200,7 @@ def small_null() -> Iterator[None]:
     """As few random models as a p-value below 0.01 needs, for tests of which no label hangs on more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(null, "MODELS", (100, 100))
-        patch.setattr(null, "N_PROMPTS", 128)
+        patch.setattr(null, "N_NULL_PROMPTS", 128)
         null.null_of.cache_clear()
         yield
     null.null_of.cache_clear()

@@ -21,6 +21,7 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import peak_memory
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.evaluation import MOST_DRAWN, evaluation_prompts, most_prompts
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
@@ -48,6 +49,17 @@ def test_an_analysis_of_long_prompts_costs_no_memory(tmp_path, name: str):
     with refused("n_prompts", "<= 111"):
         run_analysis(name, load(tmp_path / "long"))
     assert peak_memory() - before < 2**28  # the prompts of classify alone are 2.5 GB
+
+
+@pytest.mark.parametrize("name", ["patch-activations", "attribute-edges"])
+def test_patching_on_long_prompts_is_refused_before_they_are_drawn(name: str):
+    model = ModelConfig(n_layers=2, n_heads=2, context_only=True, d_model=12, d_head=6)
+    hooked = ICLTransformer(model, d_x=5, d_y=1).eval()
+    before = peak_memory()
+    with refused("64 prompts of 100000 pairs at once", "bytes are needed"):
+        ANALYSES[name].function(hooked, task=LONG, n_prompts=64)
+    # All prompts are 300 MB, in float64, and twice that with the noise.
+    assert peak_memory() - before < 2**28
 
 
 def test_an_algorithm_of_long_prompts_is_refused_before_other_lengths_are_drawn():

@@ -20,7 +20,7 @@ from analyses.lib.measured import RESULTS, ROOT, parsed, parser_of
 from analyses.lib.result_tables import markdown
 from mechinterp import Prompts, TaskConfig, load, predictor_of
 from mechinterp.analysis.learners.nearest import task_doubt, task_loss
-from mechinterp.analysis.one_layer.classify import N_LAYERED_PROMPTS, N_PROMPTS
+from mechinterp.analysis.one_layer.classify import N_LAYER_PROMPTS, N_LAYERED_PROMPTS
 from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import draw_prompts
@@ -76,7 +76,7 @@ def rows_of(folder: Path) -> list[dict[str, object]]:
     """One row per change and seed of a model."""
     checkpoint, rows = load(folder), []
     model, length = checkpoint.config.model, checkpoint.task.context_length
-    n_prompts = N_PROMPTS if model.one_attention else N_LAYERED_PROMPTS
+    n_prompts = N_LAYER_PROMPTS if model.one_attention else N_LAYERED_PROMPTS
     for change, factors in CHANGES.items():
         most = model.longest_context or np.inf
         if factors.get("context_length", 1) * length > most:
@@ -97,7 +97,7 @@ def rows_of_random_weights(folder: Path) -> list[dict[str, object]]:
     if not checkpoint.config.model.one_attention:
         return []
     found = {"kind": "random weights", "checkpoint": folder.name, "change": "own task"}
-    prompts = changed(checkpoint.task, N_PROMPTS, 0)
+    prompts = changed(checkpoint.task, N_LAYER_PROMPTS, 0)
     rows = []
     for seed in range(N_RANDOM):
         weights = initial_weights(replace(checkpoint.config, seed=seed)).to(torch.float64)

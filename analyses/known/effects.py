@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from analyses.known.plain import Plain
-from mechinterp.analysis.patching.circuit import SWITCHES
-from mechinterp.analysis.patching.pairing import Node, Pair
+from mechinterp.analysis.patching.circuit import SPLIT_INPUTS
+from mechinterp.analysis.patching.pairing import InputPair, Node
 from mechinterp.known import Entry
 from mechinterp.known.truth import KINDS, MOST_SUBSETS
 from mechinterp.models.hooked.masks import z_name
@@ -25,8 +25,8 @@ Computed = tuple[np.ndarray, float]
 """A value and the largest difference between the two programs."""
 
 
-def pair_of(entry: Entry) -> Pair:
-    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
+def pair_of(entry: Entry) -> InputPair:
+    return InputPair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
 
 
 def all_effects(entry: Entry) -> dict[str, Computed]:
@@ -91,7 +91,7 @@ def subsets(n: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def edges_by_hooks(pair: Pair, kind: str) -> np.ndarray:
+def edges_by_hooks(pair: InputPair, kind: str) -> np.ndarray:
     """Effect of each edge: one receiver reads a stream in which one sender's output is that on the other prompts."""
     hooked: Any = pair.hooked.model
     tokens, sign = (pair.corrupted, 1) if kind == "in" else (pair.clean, -1)
@@ -117,12 +117,12 @@ def _read(own: Tensor, hook: object, *, node: Node, more: Tensor) -> Tensor:
 
 @contextmanager
 def _own_inputs(model: Any) -> Iterator[None]:
-    for name in SWITCHES:
+    for name in SPLIT_INPUTS:
         getattr(model, f"set_{name}")(True)
     try:
         yield
     finally:
-        for name in SWITCHES:
+        for name in SPLIT_INPUTS:
             getattr(model, f"set_{name}")(False)
 
 
@@ -130,14 +130,14 @@ def _own_inputs(model: Any) -> Iterator[None]:
 class Masks:
     """Runs in which some heads have other weighted averages z."""
 
-    pair: Pair
+    pair: InputPair
     tokens: Tensor
     values: Sequence[Tensor]
     """z of each layer that replaces the own one."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, pair: Pair, kind: str) -> "Masks":
+    def of(cls, pair: InputPair, kind: str) -> "Masks":
         names = [z_name(layer) for layer in range(pair.hooked.n_layers)]
         clean, corrupted = (
             [pair.hooked.run_noting(tokens, names)[1][name] for name in names]

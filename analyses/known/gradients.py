@@ -16,8 +16,8 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from mechinterp.analysis.patching.circuit import SWITCHES
-from mechinterp.analysis.patching.pairing import Pair
+from mechinterp.analysis.patching.circuit import SPLIT_INPUTS
+from mechinterp.analysis.patching.pairing import InputPair
 from mechinterp.known import Entry
 from mechinterp.models.hooked.masks import z_name
 
@@ -30,8 +30,8 @@ FINE_STEPS = 20
 """Number of points of plain integrated gradients."""
 
 
-def pair_of(entry: Entry) -> Pair:
-    return Pair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
+def pair_of(entry: Entry) -> InputPair:
+    return InputPair.of(entry.checkpoint.predictor.hooked, *entry.pairs, nodes="all")
 
 
 def patching_in(entry: Entry) -> Answer:
@@ -100,17 +100,17 @@ def lerped(start: Tensor, end: Tensor, share: float, own: Tensor, hook: object) 
     return torch.lerp(start, end, share) + 0 * own
 
 
-def predicted(pair: Pair, output: Tensor, *, at: int) -> Tensor:
+def predicted(pair: InputPair, output: Tensor, *, at: int) -> Tensor:
     return pair.hooked.read(output)[:, at]
 
 
-def along(pair: Pair, shares: Sequence[float]) -> Iterator["Gradients"]:
+def along(pair: InputPair, shares: Sequence[float]) -> Iterator["Gradients"]:
     """Gradients of the metric between the corrupted prompts (share 0) and the clean ones (share 1)."""
     for share in shares:
         yield Gradients(pair, torch.lerp(pair.corrupted, pair.clean, share), pair.metric)
 
 
-def answer(pair: Pair, points: "Iterator[Gradients] | Sequence[Gradients]") -> Answer:
+def answer(pair: InputPair, points: "Iterator[Gradients] | Sequence[Gradients]") -> Answer:
     """First-order effects of edges and heads by the mean gradient over points, mean over prompts."""
     totals, count = dict[str, np.ndarray](), 0
     for point in points:
@@ -123,7 +123,9 @@ def answer(pair: Pair, points: "Iterator[Gradients] | Sequence[Gradients]") -> A
 class Gradients:
     """Gradients at what each receiver reads and at the weighted averages z of all heads."""
 
-    def __init__(self, pair: Pair, tokens: Tensor, of: Of, hooks: Sequence[tuple] = ()) -> None:
+    def __init__(
+        self, pair: InputPair, tokens: Tensor, of: Of, hooks: Sequence[tuple] = ()
+    ) -> None:
         model: Any = pair.hooked.model
         self.pair = pair
         heads = [z_name(layer) for layer in range(pair.hooked.n_layers)]
@@ -155,7 +157,7 @@ class Gradients:
 
 
 @torch.no_grad()
-def moved_heads(pair: Pair) -> list[Tensor]:
+def moved_heads(pair: InputPair) -> list[Tensor]:
     """z of each layer on the clean prompts minus that on the corrupted prompts."""
     names = [z_name(layer) for layer in range(pair.hooked.n_layers)]
     clean, corrupted = (
@@ -167,12 +169,12 @@ def moved_heads(pair: Pair) -> list[Tensor]:
 @contextmanager
 def own_inputs(model: Any) -> Iterator[None]:
     """Model whose receivers read copies of the stream of their own."""
-    for name in SWITCHES:
+    for name in SPLIT_INPUTS:
         getattr(model, f"set_{name}")(True)
     try:
         yield
     finally:
-        for name in SWITCHES:
+        for name in SPLIT_INPUTS:
             getattr(model, f"set_{name}")(False)
 
 

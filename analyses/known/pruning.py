@@ -17,7 +17,7 @@ from einops import einsum
 from torch import Tensor
 
 from analyses.known.gradients import Answer, own_inputs, pair_of
-from mechinterp.analysis.patching.pairing import Pair, hooks_of, written_at
+from mechinterp.analysis.patching.pairing import InputPair, hooks_of, written_at
 from mechinterp.known import Entry
 
 STEPS, GROWING, WARMING = 720, 640, 96
@@ -73,7 +73,7 @@ def hard_concrete(uniform: Tensor, logits: Tensor) -> Tensor:
 class MaskedRun:
     """Run on the clean prompts in which every edge carries a part of its value on the corrupted ones."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: InputPair) -> None:
         self.pair, self.writing = pair, hooks_of(pair.senders)
         self.model: Any = pair.hooked.model
         with torch.no_grad():

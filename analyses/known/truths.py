@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import ablate, attribute_edges, predictor_of
-from mechinterp.analysis.patching.pairing import COMPONENTS, Pair, put
+from mechinterp.analysis.patching.pairing import COMPONENTS, InputPair, put
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known.entries import edge_place
@@ -33,7 +33,7 @@ def edges(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> tuple[np.nda
 @torch.no_grad()
 def edges_again(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> np.ndarray:
     """Effect of each edge: the first head's clean output is added to what one input of the later head reads."""
-    pair = Pair.of(model.predictor.hooked, clean, corrupted)
+    pair = InputPair.of(model.predictor.hooked, clean, corrupted)
     hooked: Any = pair.hooked.model
     n_layers, n_heads = pair.hooked.n_layers, pair.hooked.n_heads
     full = pair.metric(hooked(pair.corrupted))
@@ -64,7 +64,7 @@ def _added_at(own: Tensor, hook: object, *, at: int, more: Tensor) -> Tensor:
 def heads(model: Checkpoint, clean: Prompts, corrupted: Prompts) -> tuple[np.ndarray, float]:
     """Effect of each head: its weighted averages z from the clean prompts in a run on the corrupted ones. And the largest
     difference to a run with the head's clean output added to the stream."""
-    pair = Pair.of(model.predictor.hooked, clean, corrupted, nodes="all")
+    pair = InputPair.of(model.predictor.hooked, clean, corrupted, nodes="all")
     hooked: Any = pair.hooked.model
     full = pair.metric(hooked(pair.corrupted))
     _, cache = hooked.run_with_cache(pair.clean)

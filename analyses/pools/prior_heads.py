@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from scipy.special import ndtri
 
 from mechinterp.analysis.learners.pool_tasks import (
-    DROPPED,
+    DROPPED_ONE_IN,
     ERROR_COLUMN,
     TASK_KINDS,
     lengths_of,
@@ -137,7 +137,7 @@ def prior_heads(
         by_mask = [sample.squares([run[mask] for run in runs]) for mask in range(len(masks))]
         squares[kind] = np.stack(by_mask, 1).mean(2)  # [prompt, mask, square]
     pooled, new = (_rises(squares[kind]) for kind in TASK_KINDS)
-    few = n_prompts // DROPPED
+    few = n_prompts // DROPPED_ONE_IN
     one = np.ones_like(new[..., 0, 0])
     measures = estimates(
         weight_change=trimmed_ratio(pooled[..., 0, 2], pooled[..., 1, 3], few),
@@ -162,7 +162,9 @@ def _rises(
     return np.stack(
         [
             trimmed(
-                np.stack([each - full, full], 1), np.maximum(each, full)[:, ERROR_COLUMN], DROPPED
+                np.stack([each - full, full], 1),
+                np.maximum(each, full)[:, ERROR_COLUMN],
+                DROPPED_ONE_IN,
             )
             for each in squares.swapaxes(0, 1)[1:]
         ],

@@ -68,7 +68,7 @@ def row_of(name: str, found: Frames) -> Mapping[str, object]:
         "rotation_sem": rotation.mismatch_sem,
         "rotation_bayes": rotation.bayes,
         "uses_sparsity": found.uses_sparsity,
-        "against_bayes": "; ".join(reading.against_bayes(found)),
+        "against_bayes": "; ".join(reading.bayes_sentences(found)),
     }
 
 

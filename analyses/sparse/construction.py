@@ -15,7 +15,7 @@ from analyses.lib import Measured, records
 from analyses.sparse.setting import SMALL as TASK
 from analyses.sparse.setting import draw
 from mechinterp import ICLTransformer, Prompts
-from mechinterp.analysis.probing.targets import reweighted
+from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.icl.sparse_predictors import excess_risk, ols, preprocess_then_optimise
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 

@@ -25,7 +25,7 @@ from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import refit_errors
 from mechinterp.analysis.ablation.pruning_rules import masked_by
 from mechinterp.analysis.probing.p_probe import IDEAL, RAW, descent_curves
-from mechinterp.analysis.probing.targets import reweighted
+from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.stats import resampled
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.sparse_predictors import descend, excess_risk

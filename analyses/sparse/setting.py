@@ -18,7 +18,7 @@ from analyses.lib.measured import ROOT
 from analyses.lib.theory.learners import lasso
 from mechinterp import Prompts, TaskConfig, ablate
 from mechinterp.analysis.ablation.pruning_rules import best_head_later
-from mechinterp.analysis.probing.targets import preconditioned, reweighted
+from mechinterp.analysis.probing.target_functions import preconditioned, reweighted
 from mechinterp.analysis.stats import RESAMPLES, carried_by_few, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, load
 from mechinterp.icl.predictors import ridge

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mechinterp import figures
-from mechinterp.analysis import registry
+from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
 from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -33,20 +33,20 @@ from mechinterp.models.hooked.runner import query_positions
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import predictor_of
 
-N_PROMPTS = 512
+N_LOSS_PROMPTS = 512
 """Default number of prompts of the losses."""
 HOW = ("open", "assumed", "stated", "proven", "known")
 """Grounds of a setting, the least certain first: open, as several readings predict alike; assumed; stated by the file or the user; proven by predictions; known
 from the module, its shapes or its format."""
 WIDTH = 80
-NEEDS: Mapping[registry.Needs, str] = {
-    registry.linear_attention: "weights of one layer of linear attention, one response",
-    registry.patterns: "attention weights that can be read",
-    registry.several_layers: "two layers or more",
-    registry.edges_to_patch: "a checkpoint of two layers or more whose outputs add up",
-    registry.a_history: "a training history, which this package or a Monitor records",
-    registry.jumps_ahead: "a training of linear attention by this package",
-    registry.a_pool: "a task with a pool of task vectors (n_tasks)",
+NEEDS: Mapping[needs.Needs, str] = {
+    needs.one_linear_layer: "weights of one layer of linear attention, one response",
+    needs.readable_patterns: "attention weights that can be read",
+    needs.several_layers: "two layers or more",
+    needs.edges_to_patch: "a checkpoint of two layers or more whose outputs add up",
+    needs.a_history: "a training history, which this package or a Monitor records",
+    needs.jumps_ahead: "a training of linear attention by this package",
+    needs.a_pool: "a task with a pool of task vectors (n_tasks)",
 }
 """Requirement of an analysis in words, by the test of the registry."""
 OF_STREAM = ("probe", "p-probe", "patch-activations")
@@ -132,7 +132,12 @@ def check(
     """
     model = _model(source, task)
     prompts, law = prompts_and_law(
-        model, prompts, analysis="check", task=task, n_prompts=n_prompts or N_PROMPTS, seed=seed
+        model,
+        prompts,
+        analysis="check",
+        task=task,
+        n_prompts=n_prompts or N_LOSS_PROMPTS,
+        seed=seed,
     )
     with torch.no_grad():
         prediction = predictor_of(model).predict(prompts)
@@ -262,12 +267,12 @@ def _lacks(
         except ValueError as error:
             return False, " ".join(str(error).split()).removesuffix(".")
         return True, ""
-    if proof is not None and analysis.needs is registry.weights_by_name:
+    if proof is not None and analysis.needs is needs.weights_by_name:
         return bool(proof.readings), f"weights by name, but {proof.why}" if proof.why else ""
     if analysis.needs(model):
         return True, ""
     lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
-    if isinstance(model, HookedModule) and analysis.needs is registry.patterns:
+    if isinstance(model, HookedModule) and analysis.needs is needs.readable_patterns:
         reasons = dict.fromkeys(model.model.unfollowed.values())
         lacks += f" ({next(iter(reasons))})" if reasons else ""
     return False, lacks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
-from mechinterp.analysis.result import HEADS
+from mechinterp.analysis.result import HEAD_COLUMNS
 from mechinterp.checkpoints.module_weights import by_weights, proof_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.display import Result, counted, head_names
@@ -21,11 +21,11 @@ from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights, part_of
 
-NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak")
+TOKEN_NUMBERS = ("qk_diagonal", "qk_off_diagonal", "qk_y_leak", "ov_last_entry", "ov_x_leak")
 """Numbers of a head whose circuits are in token coordinates."""
-SIZES = ("qk_norm", "qk_rank", "ov_norm", "ov_rank", "ov_read")
+SIZE_NUMBERS = ("qk_norm", "qk_rank", "ov_norm", "ov_rank", "ov_read")
 """Numbers of a head in any coordinates."""
-GATES = ("gate", "beta")
+GATE_NUMBERS = ("gate", "beta")
 """Numbers of a recurrent head."""
 CLEAR_PART = 0.99
 """The colour scale ends at this quantile of abs(entry), for circuits of the stream; 1.0 is the
@@ -41,7 +41,7 @@ class Circuits(Result):
     Otherwise they are of the weights alone, and numbers about x and y are NaN.
     """
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "ov_read": "Frobenius norm of W_V W_O W_U over that of W_V W_O: the part of a head's output that is read out directly.",
         "omega": "Diagonal of QK's x block.",
         "omega_mean": "Mean of omega over coordinates.",
@@ -139,12 +139,12 @@ class Circuits(Result):
         columns: dict[str, np.ndarray] = dict(zip(("layer", "head"), places, strict=True))
         if not self.of_weights_alone:
             columns |= {"omega_mean": self.omega_mean, "omega": self.omega, "mu": self.mu}
-            columns |= {name: getattr(self, name) for name in NUMBERS}
-        columns |= {name: getattr(self, name) for name in SIZES}
-        gates = {name: getattr(self, name) for name in GATES}
+            columns |= {name: getattr(self, name) for name in TOKEN_NUMBERS}
+        columns |= {name: getattr(self, name) for name in SIZE_NUMBERS}
+        gates = {name: getattr(self, name) for name in GATE_NUMBERS}
         columns |= {name: values for name, values in gates.items() if not np.isnan(values).all()}
         by_head = {name: v.reshape(-1, *v.shape[2:]) for name, v in columns.items()}
-        return pd.DataFrame(entries(by_head))
+        return pd.DataFrame(by_entry(by_head))
 
     def plot(self) -> go.Figure:
         """QK and OV circuits of a layer's heads, with a slider over the layers."""
@@ -195,11 +195,11 @@ class Circuits(Result):
         return figures.with_slider(figure, frames, label="layer", titles=titles)
 
 
-def entries(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def by_entry(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Columns of a table with a row per head; an array [head, entry] gives a column for each entry.
 
     Example:
-        >>> list(entries({"omega": np.zeros((4, 2)), "share": np.zeros(4)}))
+        >>> list(by_entry({"omega": np.zeros((4, 2)), "share": np.zeros(4)}))
         ['omega_0', 'omega_1', 'share']
     """
     flat: dict[str, np.ndarray] = {}
@@ -269,7 +269,7 @@ def circuits(source: Source) -> Circuits:
     norm = torch.linalg.matrix_norm
     of_any = {"QK": QK, "OV": OV, "qk_norm": norm(QK), "ov_norm": norm(OV), "ov_read": ov_read}
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
-    of_any |= {name: _constant(weights, name, like=ov_read) for name in GATES}
+    of_any |= {name: _constant(weights, name, like=ov_read) for name in GATE_NUMBERS}
     arrays = {name: tensor.numpy() for name, tensor in (about_tokens | of_any).items()}
     return Circuits(**arrays, of_weights_alone=alone)
 
@@ -312,7 +312,7 @@ def why_not_in_tokens(weights: Weights) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def weights_of(source: Source, analysis: str) -> Weights:
+def require_weights(source: Source, analysis: str) -> Weights:
     """Heads of a model that is one attention layer, in float64 on the CPU.
 
     Args:

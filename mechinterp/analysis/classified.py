@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from mechinterp.analysis.labels import Label
-from mechinterp.analysis.learners.nearest import NEAR, Nearby, TaskLoss, task_doubt
+from mechinterp.analysis.learners.nearest import NEAR_R2, Nearby, TaskLoss, task_doubt
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
@@ -86,7 +86,7 @@ def is_behind(lead: float, sem: float, least: float = 0.0) -> bool:
         >>> is_behind(0.0027, 0.0004), is_behind(-0.0003, 0.0002), is_behind(99.0, 97.0)
         (True, False, True)
     """
-    return not lead <= min(max(2 * sem, least), NEAR)
+    return not lead <= min(max(2 * sem, least), NEAR_R2)
 
 
 def chance_text(p: float, n_random: int, weights: str) -> str:

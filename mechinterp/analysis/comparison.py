@@ -13,10 +13,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import weights_of
+from mechinterp.analysis.circuits import require_weights
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.one_layer.classification import Classification
-from mechinterp.analysis.one_layer.classify import N_PROMPTS, classify
+from mechinterp.analysis.one_layer.classify import N_LAYER_PROMPTS, classify
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
@@ -32,7 +32,16 @@ SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
 MAX_POINTS = 200  # largest number of points of a curve
 MEANS = ("loss", "omega_abs", "mu_abs", "eta")
 """Columns that are averaged over the models of a setting."""
-ROW = ("checkpoint", "seed", "pattern", "loss", "loss_sem", "omega_abs", "mu_abs", "eta")
+COMPARISON_COLUMNS = (
+    "checkpoint",
+    "seed",
+    "pattern",
+    "loss",
+    "loss_sem",
+    "omega_abs",
+    "mu_abs",
+    "eta",
+)
 """Columns of the models of a comparison."""
 MEASURED = ("steps", "diverged", "loss", "eval_loss", "pattern", "labels", "omega", "mu")
 
@@ -162,7 +171,7 @@ def compare(
         checkpoint_of(each, "compare")
     rows, heads = [], []
     for each in progress(checkpoints, "classifying models"):
-        weights_of(each, "compare")
+        require_weights(each, "compare")
         found = cast("Classification", classify(each, n_prompts=n_prompts, seed=seed))
         prompts = evaluation_prompts(each, n_prompts=5 * n_prompts, seed=seed)
         losses = (learner_of(each)(prompts) - prompts.y_query).square().mean(1).double()
@@ -170,7 +179,7 @@ def compare(
         own = {"checkpoint": each.name, "seed": each.config.seed}
         loss = estimates(loss=mean_and_sem(losses.numpy(force=True)))
         rows.append(own | model_row(each, found) | loss)
-    models = pd.DataFrame(rows, columns=[*ROW])
+    models = pd.DataFrame(rows, columns=[*COMPARISON_COLUMNS])
     configs = pd.DataFrame([_setting(each.config) for each in checkpoints], dtype=object)
     groups = models.groupby(configs.agg("; ".join, axis=1), sort=False)
     titles = _titles([names.tolist() for _, names in groups["checkpoint"]])
@@ -225,7 +234,7 @@ def models_frame(
     run_folder: str | Path,
     *,
     diverged: Mapping[str, int | None] | None = None,
-    n_prompts: int = N_PROMPTS,
+    n_prompts: int = N_LAYER_PROMPTS,
 ) -> pd.DataFrame:
     """One row per model of a finished run, in the order of `models`.
 

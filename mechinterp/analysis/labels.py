@@ -33,6 +33,15 @@ class Label:
     """Simple learners that are special cases of the label, so that they are no alternative to it.
     """
 
+    @classmethod
+    def of_kind(cls, kind: str) -> dict[str, "Label"]:
+        """Texts and counts of all labels of a kind; a label without counts is an error."""
+        labels = {}
+        for name, row in TEXTS[kind].items():
+            wrong, named = COUNTS[name]
+            labels[name] = cls(**row, wrong=wrong, named=named)
+        return labels
+
 
 TEXTS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("texts.toml").read_text(encoding="utf-8")
@@ -71,19 +80,10 @@ ALGORITHMS_RANGE = CalibratedRange(d_x=(3, 5), context_length=(12, 35), noise=0.
 """Range of the counted models of several layers (analyses/algorithms/after_families.py)."""
 
 
-def _labels(kind: str) -> dict[str, Label]:
-    """Texts and counts of all labels of a kind; a label without counts is an error."""
-    rows = {}
-    for name, row in TEXTS[kind].items():
-        wrong, named = COUNTS[name]
-        rows[name] = Label(**row, wrong=wrong, named=named)
-    return rows
-
-
-PATTERNS = _labels("patterns")
+PATTERNS = Label.of_kind("patterns")
 """Labels of one layer of attention."""
-ALGORITHMS = _labels("algorithms")
+ALGORITHM_LABELS = Label.of_kind("algorithms")
 """Labels of several layers."""
-NO_LABEL: dict[str, str] = TEXTS["no_label"]
-LEARNERS: dict[str, str] = TEXTS["learners"]
+NO_LABEL_TEXTS: dict[str, str] = TEXTS["no_label"]
+LEARNER_TEXTS: dict[str, str] = TEXTS["learners"]
 """Texts for simple learners, by name."""

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from plotly.basedatatypes import BaseTraceType
 
 from mechinterp import figures
-from mechinterp.analysis.registry import Model, analysis_of, run_analysis
+from mechinterp.analysis.needs import Model
+from mechinterp.analysis.registry import analysis_of, run_analysis
 from mechinterp.analysis.result import Finding, Table, figures_of, known, tables_of
 from mechinterp.config import TaskLike
 from mechinterp.display import Result
@@ -19,9 +20,9 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.progress import progress
 
-N_PROMPTS = 512
+N_STEP_PROMPTS = 512
 """Default number of prompts at each step."""
-MOST_FRAMES, MOST_NUMBERS = 40, 200_000
+MOST_FRAMES, MOST_STEP_NUMBERS = 40, 200_000
 """Most steps and most numbers in a figure with a slider; with more, fewer steps are drawn."""
 MOST_CURVES = 3
 """Number of columns of a table that are drawn as curves."""
@@ -196,7 +197,7 @@ class OverSteps(Result):
         numbers = sum(
             np.size(trace[n]) for trace in last.data for n in ("x", "y", "z") if n in trace
         )
-        stride = -(-len(drawn) * numbers // MOST_NUMBERS)
+        stride = -(-len(drawn) * numbers // MOST_STEP_NUMBERS)
         shown = list(zip(self._drawn, drawn, strict=True))[::-stride][::-1]
         rows = [row for row, _ in shown]
         frames = {f"{self.step[r]:,}": [_moving(trace) for trace in each.data] for r, each in shown}
@@ -275,7 +276,7 @@ def over_steps(
         raise ValueError(f"{name} over steps needs a checkpoint with snapshots, got {got}.")
     if n_prompts is None and prompts is None and chosen.draws_prompts:
         default = chosen.options["n_prompts"].default
-        n_prompts = min(default, N_PROMPTS) if isinstance(default, int) else N_PROMPTS
+        n_prompts = min(default, N_STEP_PROMPTS) if isinstance(default, int) else N_STEP_PROMPTS
     results = tuple(
         run_analysis(
             analysis,

@@ -21,12 +21,12 @@ import plotly.graph_objects as go
 
 from mechinterp.analysis.number_format import LEAST_P, digits
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Meaning = tuple[str, str]
 """Meaning of a column, and its unit; the unit is empty if there is none."""
 METRIC_UNIT = "unit of the metric"
 """Unit of a column whose unit is the field `unit` of its result."""
-HEADS = {"layer": "Number of the layer, from 0.", "head": "Number of the head, from 0."}
+HEAD_COLUMNS = {"layer": "Number of the layer, from 0.", "head": "Number of the head, from 0."}
 """Meanings of the columns that name a head, for the `COLUMNS` of results with a row per head."""
 
 
@@ -145,7 +145,7 @@ def records(frame: pd.DataFrame) -> list[dict]:
     return frame.to_dict(orient="records")
 
 
-def _own(result: Finding, method: str, otherwise: Callable[[], T]) -> T:
+def _own(result: Finding, method: str, otherwise: Callable[[], _T]) -> _T:
     own = getattr(result, method, None)
     return own() if callable(own) else otherwise()
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 
-LARGEST = torch.finfo(torch.float32).max ** 0.5
+FOLDS = 5
+"""Number of parts of the prompts in a cross-validation; each is predicted from the others."""
+LARGEST_PREDICTION = torch.finfo(torch.float32).max ** 0.5
 """Largest prediction whose square is finite in float32."""
 RESAMPLES = 200
 Samples = TypeVar("Samples", Prompts, np.ndarray)
@@ -22,9 +24,9 @@ def require_moderate(predictions: Tensor) -> None:
         ValueError: If a prediction is not finite, or its square overflows float32.
     """
     largest = predictions.detach().abs().max().item()  # NaN if any is
-    if not largest <= LARGEST:
+    if not largest <= LARGEST_PREDICTION:
         raise ValueError(
-            f"The model's predictions overflow: they must lie within ±{LARGEST:.2g}, got {largest:.2g}."
+            f"The model's predictions overflow: they must lie within ±{LARGEST_PREDICTION:.2g}, got {largest:.2g}."
         )
 
 

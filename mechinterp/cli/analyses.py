@@ -28,7 +28,9 @@ from mechinterp.cli.table import TYPES, Row
 if TYPE_CHECKING:
     from mechinterp.analysis.result import Finding
 
-TABLE: list[Row] = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
+OPTION_TABLE: list[Row] = json.loads(
+    Path(__file__).with_name("options.json").read_text(encoding="utf-8")
+)
 """Name, description and options of each analysis of the registry, in its order."""
 OverStepsOption = Annotated[
     bool,
@@ -38,7 +40,7 @@ OverStepsOption = Annotated[
 
 def commands() -> list[Callable[..., None]]:
     """Commands of the analyses in the order of the registry, without `classify`, which has a command for many models."""
-    return [command_of(row) for row in TABLE if row["name"] != "classify"]
+    return [command_of(row) for row in OPTION_TABLE if row["name"] != "classify"]
 
 
 def command_of(row: Mapping[str, Any]) -> Callable[..., None]:
@@ -99,7 +101,7 @@ def analyse(
     """Run one analysis by its name, or a function of your own. Example: mechinterp analyse my_module:my_function MODEL --json"""
     if name in context.parent.help_option_names:  # type: ignore[union-attr]
         return say(context.get_help())
-    row = next((each for each in TABLE if each["name"] == name.replace("_", "-")), None)
+    row = next((each for each in OPTION_TABLE if each["name"] == name.replace("_", "-")), None)
     if row is None:
         from mechinterp.analysis.registry import analysis_of
         from mechinterp.cli.table import row_of

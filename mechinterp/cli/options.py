@@ -27,7 +27,7 @@ LENGTH = "task.context_length"
 """Name of the assumed setting that --context-length replaces."""
 UNKNOWN = "unknown"
 """Value of --task for given prompts of unknown law."""
-NAMES = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
+PROMPT_ARRAYS = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 
 
@@ -219,7 +219,7 @@ def prompts_of(file: Path) -> "Prompts":
     from mechinterp.analysis.registry import target_note
     from mechinterp.icl.prompts import Prompts
 
-    wrong = f"{file}: must be an .npz file of the arrays {', '.join(NAMES)}"
+    wrong = f"{file}: must be an .npz file of the arrays {', '.join(PROMPT_ARRAYS)}"
     if file.suffix != ".npz" or not file.is_file():
         raise ValueError(f"{wrong}, got {'another file' if file.exists() else 'nothing'}.")
     try:
@@ -229,7 +229,10 @@ def prompts_of(file: Path) -> "Prompts":
         raise ValueError(
             f"{wrong}, got a file that is not .npz, or has other values than numbers."
         ) from None
-    for name in [*(n for n in NAMES[:4] if n not in found), *(n for n in found if n not in NAMES)]:
+    for name in [
+        *(n for n in PROMPT_ARRAYS[:4] if n not in found),
+        *(n for n in found if n not in PROMPT_ARRAYS),
+    ]:
         what = "is unknown" if name in found else "is missing"
         raise ValueError(f"{wrong}; {name} {what}, the file has {', '.join(found) or 'none'}.")
     try:

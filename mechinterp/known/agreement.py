@@ -12,6 +12,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 
 from mechinterp.analysis.patching.circuit import circuit_faithfulness
+from mechinterp.analysis.stats import average_ranks
 from mechinterp.known.entries import Entry
 from mechinterp.known.truth import KINDS
 from mechinterp.known.variables import (
@@ -234,15 +235,12 @@ def agreement(
     values, truth = rounded(values), rounded(effects)
     if np.ptp(truth) == 0:
         return {}
-    ranks = [_mid_ranks(each) for each in (values, truth)]
+    ranks = [average_ranks(each) for each in (values, truth)]
     said = np.ptp(values) > 0
     found = {f"{name} spearman": float(np.corrcoef(*ranks)[0, 1]) if said else 0.0}
     matters = truth > MATTERS * truth.max()
     if not matters.all():
-        n, m = int(matters.sum()), int((~matters).sum())
-        # Pairs of a thing that matters and one that does not, in the right order; ties count half.
-        won = ranks[0][matters].sum() - n * (n + 1) / 2
-        found[f"{name} auroc"] = float(won / (n * m))
+        found[f"{name} auroc"] = auroc(matters, values)
     return found
 
 
@@ -263,11 +261,16 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return equal
 
 
-def _mid_ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1 on; ties have the mean of their ranks."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[place]
+def auroc(positive: Bool[np.ndarray, " unit"], values: Float[np.ndarray, " unit"]) -> float:
+    """Chance that a positive has a larger value than a negative; equal values count half.
+
+    Example:
+        >>> auroc(np.array([True, False, False]), np.array([0.5, 0.5, 0.1]))
+        0.75
+    """
+    n = int(positive.sum())
+    above = average_ranks(values)[positive].sum() - n * (n + 1) / 2
+    return float(above / (n * (len(values) - n)))
 
 
 def score_subspaces(entry: Entry, bases: Mapping[str, Any]) -> dict[str, float]:

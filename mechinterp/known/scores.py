@@ -17,6 +17,7 @@ from mechinterp.known.agreement import (
     MATTERS,
     MEANINGS_2,
     ROUNDING,
+    auroc,
     edge_values,
     score_circuits,
     score_edges_of_all,
@@ -258,7 +259,6 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     """Rank correlations of absolute values and effects, and AUROC for the effects that matter; a score without an answer,
     such as AUROC if all matter, is left out."""
     from scipy.stats import kendalltau, spearmanr  # slow import
-    from sklearn.metrics import roc_auc_score
 
     values, truth = (
         np.where(size < ROUNDING * size.max(), 0, size)
@@ -273,5 +273,5 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     }
     matters = truth > MATTERS * truth.max()
     if not matters.all():
-        found[f"{name} auroc"] = float(roc_auc_score(matters, values))
+        found[f"{name} auroc"] = auroc(matters, values)
     return found

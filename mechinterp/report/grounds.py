@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
 
-PLAIN = ("passes", "rms_norm", "activation", "norm_eps", "score_slope", "packing")
+ALIKE_IN_MOST = ("passes", "rms_norm", "activation", "norm_eps", "score_slope", "packing")
 """Settings that most models have alike, by their last word; they are listed only in full."""
 SETTINGS = ("model.", "task.", "scale", "predictions")
 """How the names of settings begin that are shown; others, such as train.steps, say nothing about a file."""
@@ -78,4 +78,4 @@ def _states(settings: Mapping[str, object], name: str) -> bool:
 
 def _rarely_matters(name: str, value: object) -> bool:
     """True for a setting that most models have alike, or that leaves no trace in a file."""
-    return name.removeprefix("model.") in PLAIN or str(value).startswith("none (")
+    return name.removeprefix("model.") in ALIKE_IN_MOST or str(value).startswith("none (")

@@ -16,15 +16,9 @@ import plotly.graph_objects as go
 
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.over_steps import N_PROMPTS, SUFFIX, over_steps
-from mechinterp.analysis.registry import (
-    ANALYSES,
-    Analysis,
-    analysis_of,
-    one_attention,
-    run_analysis,
-    target_note,
-)
+from mechinterp.analysis.needs import one_attention
+from mechinterp.analysis.over_steps import N_STEP_PROMPTS, SUFFIX, over_steps
+from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_analysis, target_note
 from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.result import (
     Card,
@@ -49,10 +43,10 @@ from mechinterp.report import to_html
 from mechinterp.report.to_csv import write_csv
 from mechinterp.report.to_html import Section
 
-PAGE = "index.html"
+PAGE_FILE = "index.html"
 DEFAULT_NUMBER = 4096
 """Default number of prompts for each label of a comparison; losses use five times as many."""
-HEIGHT = 420
+FIGURE_HEIGHT = 420
 """Default height of a figure, in pixels."""
 TOP = 60
 """Default height of the margin above a figure, in pixels."""
@@ -120,7 +114,7 @@ def write_report(
         '2 models of 1 setting: softmax-h1: kernel_regression 2.'
     """
     out = Path(out)
-    require_free(out, overwrite)
+    require_free_folder(out, overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
     if isinstance(checkpoint, Sequence):
@@ -155,9 +149,9 @@ def _comparison(
     found = compare(models, n_prompts=n_prompts, seed=seed)
     beside = out.resolve().parent
     links = {
-        each.name: f"../{quote(each.name)}/{PAGE}"
+        each.name: f"../{quote(each.name)}/{PAGE_FILE}"
         for each in models
-        if to_html.files_of(beside / each.name / PAGE)
+        if to_html.files_of(beside / each.name / PAGE_FILE)
     }
     analysis, verdict = Analysis(compare, title="Settings and models"), found.verdict
     prompts = f"{n_prompts} prompts for each label and {5 * n_prompts} for each loss, seed {seed}."
@@ -193,7 +187,7 @@ def _left_out(reasons: Mapping[str, str]) -> Section:
     )
 
 
-def require_free(out: Path, overwrite: bool) -> None:
+def require_free_folder(out: Path, overwrite: bool) -> None:
     """Refuse an output folder that must not be overwritten.
 
     Raises:
@@ -205,7 +199,7 @@ def require_free(out: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{out}: already exists and is not overwritten; choose another --out, or --overwrite."
         )
-    if files and not to_html.files_of(out / PAGE):
+    if files and not to_html.files_of(out / PAGE_FILE):
         raise ValueError(
             f"{out}: already holds {files[0]} and no report of this version; it is not overwritten."
         )
@@ -236,17 +230,17 @@ def write_page(
     frames = {f"{n}.csv": table.frame for part in parts for n, table in part.tables.items()}
     shown = {name: figure for section in parts for name, figure in section.figures.items()}
     pictures = all_drawn(shown, figures) if figures else {}
-    replaced = to_html.files_of(out / PAGE) if overwrite else frozenset()
-    names = {*frames, *pictures, PAGE} if replaced else None
-    files = sorted({*frames, *pictures, *replaced, PAGE})
+    replaced = to_html.files_of(out / PAGE_FILE) if overwrite else frozenset()
+    names = {*frames, *pictures, PAGE_FILE} if replaced else None
+    files = sorted({*frames, *pictures, *replaced, PAGE_FILE})
     text = to_html.page(name, about, verdict, parts, files=files, loss=loss)
-    with claimed(out, last=PAGE, names=names, replaced=replaced) as claim:
+    with claimed(out, last=PAGE_FILE, names=names, replaced=replaced) as claim:
         for file, frame in frames.items():
             claim.write(file, partial(write_csv, frame))
         for file, picture in pictures.items():
             claim.write(file, partial(Path.write_bytes, data=picture))
-        claim.write(PAGE, lambda file: file.write_text(text, encoding="utf-8"))
-    return Report(out / PAGE, tuple(out / file for file in frames), verdict)
+        claim.write(PAGE_FILE, lambda file: file.write_text(text, encoding="utf-8"))
+    return Report(out / PAGE_FILE, tuple(out / file for file in frames), verdict)
 
 
 def write_figure(file: Path, figure: go.Figure) -> None:
@@ -290,7 +284,7 @@ def contents_of(
         n_prompts = max(n_prompts, least_number(checkpoint))
 
     def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
-        drawn_by, text = prompts_of(name, analysis, n_prompts, seed, prompts)
+        drawn_by, text = prompts_for(name, analysis, n_prompts, seed, prompts)
         law = task if "task" in analysis.options else None
         return run_analysis(analysis.function, checkpoint, task=law, **drawn_by), text
 
@@ -336,7 +330,7 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
     )
 
 
-def prompts_of(
+def prompts_for(
     name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
 ) -> tuple[dict[str, Any], str]:
     """Given prompts of an analysis, or their number and seed, as arguments and in words; slow
@@ -345,7 +339,7 @@ def prompts_of(
         return {}, ""
     most = analysis.options["n_prompts"].default if analysis.many_runs else None
     if name.endswith(SUFFIX):
-        most, n_prompts = N_PROMPTS, n_prompts or N_PROMPTS
+        most, n_prompts = N_STEP_PROMPTS, n_prompts or N_STEP_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
         given = prompts[:most]
         texts = (f"{len(given)} given prompts", target_note(given))
@@ -406,7 +400,7 @@ def _ready(figure: go.Figure, name: str) -> go.Figure:
     """Figure with a height, a top margin and a title filled in."""
     layout = figure.layout
     return figure.update_layout(
-        height=layout.height or HEIGHT,
+        height=layout.height or FIGURE_HEIGHT,
         margin_t=TOP if layout.margin.t is None else layout.margin.t,
         title_text=layout.title.text or name,
     )

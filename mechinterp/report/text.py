@@ -13,8 +13,8 @@ from mechinterp.checkpoints.io.files import spelled
 from mechinterp.display import ROWS
 
 LEAST_WIDTH = 40
-SIGNS = "=<>±∝≥≤−"
-JOINED = f" (?=[{SIGNS}])|(?<=[{SIGNS}]) "
+RELATIONS = "=<>±∝≥≤−"
+UNBROKEN = f" (?=[{RELATIONS}])|(?<=[{RELATIONS}]) "
 """Spaces that are not broken."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
@@ -28,7 +28,7 @@ def wrapped(text: str, indent: str = "") -> str:
         >>> wrapped("word " * 99, "  ").splitlines()[1].startswith("  word")
         True
     """
-    text = joined(spelled(text, sys.stdout.encoding))
+    text = unbroken(spelled(text, sys.stdout.encoding))
     lines = (
         textwrap.wrap(
             line,
@@ -43,14 +43,14 @@ def wrapped(text: str, indent: str = "") -> str:
     return "\n".join(line for each in lines for line in each).replace(NO_BREAK, " ")
 
 
-def joined(text: str) -> str:
+def unbroken(text: str) -> str:
     """Text with no-break spaces beside =, ± and other signs.
 
     Example:
-        >>> len(joined("R² = 0.99 ± 0.01 of it").split(" "))
+        >>> len(unbroken("R² = 0.99 ± 0.01 of it").split(" "))
         3
     """
-    return re.sub(JOINED, NO_BREAK, text)
+    return re.sub(UNBROKEN, NO_BREAK, text)
 
 
 def frame_text(

@@ -13,7 +13,7 @@ from mechinterp.checkpoints.io.files import CheckpointError, write_new, writing
 OF_RUNS = ("step", "loss", "loss_sem")
 """Columns for steps of a run: the loss and its standard error."""
 HEADER = ("path", "format", "pattern", "reason", "n_layers", "n_heads", "d_x", "d_y")
-SUFFIXES = (".parquet", ".csv")
+TABLE_ENDINGS = (".parquet", ".csv")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a text that spreadsheets take for a formula."""
 
@@ -42,8 +42,8 @@ def require_writable(file: Path) -> None:
     Raises:
         CheckpointError: If the file exists or has another ending.
     """
-    if file.suffix not in SUFFIXES:
-        raise CheckpointError(f"{file}: must end in {' or '.join(SUFFIXES)}.")
+    if file.suffix not in TABLE_ENDINGS:
+        raise CheckpointError(f"{file}: must end in {' or '.join(TABLE_ENDINGS)}.")
     if os.path.lexists(file):
         raise CheckpointError(f"{file}: already exists; it is not overwritten.")
 

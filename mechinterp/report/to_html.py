@@ -15,15 +15,15 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.labels import ALGORITHMS, PATTERNS, TEXTS
+from mechinterp.analysis.labels import ALGORITHM_LABELS, PATTERNS, TEXTS
 from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.result import Card, Table
 from mechinterp.checkpoints.io.files import visible
-from mechinterp.report.text import joined, narrow
+from mechinterp.report.text import narrow, unbroken
 
-WORDS: dict[str, str] = {
+GLOSSARY: dict[str, str] = {
     **TEXTS["words"],
-    **{name: label.meaning for name, label in (PATTERNS | ALGORITHMS).items()},
+    **{name: label.meaning for name, label in (PATTERNS | ALGORITHM_LABELS).items()},
     **TEXTS["more_words"],
 }
 """Glossary of the pages."""
@@ -39,12 +39,12 @@ SHOWN_ROWS = 12
 """Largest number of rows for which the first table of a section is shown at once; longer ones unfold."""
 EVERYDAY = {"positive", "negative", "mixed", "mismatched"}
 """Terms that texts also use as everyday words; they get no links."""
-TERMS = {term: number for number, words in enumerate(WORDS) for term in words.split(", ")}
+TERMS = {term: number for number, words in enumerate(GLOSSARY) for term in words.split(", ")}
 """Number of the glossary's entry of each term."""
 LINKED = re.compile(
     rf"(?<![\w./-])({'|'.join(sorted(TERMS.keys() - EVERYDAY, key=len, reverse=True))})(?![\w-])"
 )
-MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
+PAGE_MARK = re.compile(r'<meta name="generator" content="mechinterp" data-files="([^"]*)">')
 """Mark in the head of our pages, with the names of the report's files."""
 HEAD = 2**16
 """Number of bytes in which the mark is looked for."""
@@ -122,7 +122,7 @@ def page(
         shown_rows=SHOWN_ROWS,
         shown_sections=SHOWN_SECTIONS,
         sections=sections,
-        words=WORDS,
+        words=GLOSSARY,
         papers=PAPERS,
         files="/".join(files),
         title_height=TITLE_HEIGHT,
@@ -136,7 +136,7 @@ def page(
 def _linked(text: str) -> Markup:
     """The text with no-break spaces, and with a link from the first use of each term to the glossary."""
     used: set[str] = set()
-    meanings = [*WORDS.values()]
+    meanings = [*GLOSSARY.values()]
 
     def link(found: re.Match[str]) -> str:
         term = found[0]
@@ -146,7 +146,7 @@ def _linked(text: str) -> Markup:
         tag = Markup('<a class="term" href="#word-{}" title="{}">{}</a>')
         return tag.format(TERMS[term], meanings[TERMS[term]], term)
 
-    return Markup(LINKED.sub(link, str(escape(joined(text)))))
+    return Markup(LINKED.sub(link, str(escape(unbroken(text)))))
 
 
 def files_of(page: Path) -> frozenset[str]:
@@ -154,7 +154,7 @@ def files_of(page: Path) -> frozenset[str]:
     if page.is_symlink() or not page.is_file():
         return frozenset()
     with page.open("rb") as stream:
-        mark = MARK.search(stream.read(HEAD).decode(errors="replace"))
+        mark = PAGE_MARK.search(stream.read(HEAD).decode(errors="replace"))
     return frozenset(html.unescape(mark[1]).split("/")) if mark else frozenset()
 
 

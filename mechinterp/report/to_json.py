@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.folder import Outline
 
-BASES = ("proven", "stated", "known")
+SURE_GROUNDS = ("proven", "stated", "known")
 """Grounds of the settings that are not assumed; JSON documents show those of external files."""
 SCHEMA_VERSION = 3
 """Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
@@ -31,7 +31,7 @@ def header(checkpoint: "Checkpoint | Outline") -> dict:
         "path": str(checkpoint.path),
         "format": checkpoint.format,
         "assumed": {**getattr(checkpoint, "assumed_and_doubt", checkpoint.assumed), **number},
-        **{n: dict(v) for n in BASES if (v := checkpoint.grounds.get(n))},
+        **{n: dict(v) for n in SURE_GROUNDS if (v := checkpoint.grounds.get(n))},
         "n_layers": shape.n_layers,
         "n_heads": shape.n_heads,
         "d_x": task.d_x,

@@ -10,7 +10,7 @@ from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
 from mechinterp.display import ROWS
 from mechinterp.report.text import frame_text, wrapped
 
-HEADS = 8
+MOST_HEAD_LINES = 8
 """Most heads that a classification lists."""
 
 
@@ -55,7 +55,7 @@ def classification_text(result: Classified, *, wide: bool = False) -> str:
     if wide:
         return "\n".join([result.label, to_text("classify", result, wide=True)])
     first = wrapped("\n".join([result.label, *result.summary]), "  ")
-    return "\n".join([first, "", result.heads_title, *result.head_lines(HEADS)])
+    return "\n".join([first, "", result.heads_title, *result.head_lines(MOST_HEAD_LINES)])
 
 
 def brief_text(result: Classified) -> str:
@@ -67,4 +67,4 @@ def brief_text(result: Classified) -> str:
     )
     if result.task_doubt:
         line += f"; {result.task_doubt}"
-    return "\n".join([result.label, wrapped(line, "  "), *result.head_lines(HEADS)])
+    return "\n".join([result.label, wrapped(line, "  "), *result.head_lines(MOST_HEAD_LINES)])

@@ -7,6 +7,7 @@ HOMES = {
     "modes": "mechinterp.theory.linear",
     "population_moments": "mechinterp.theory.linear",
     "predict_jumps": "mechinterp.theory.linear_jumps",
+    "reduced_rank_coefficient": "mechinterp.theory.reduced_rank",
     "separate_heads": "mechinterp.theory.linear",
     "two_head_flow": "mechinterp.theory.softmax",
 }

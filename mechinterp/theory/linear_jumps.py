@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.integrate import solve_ivp
 
 from mechinterp.theory.linear import (
     REPEATED,
@@ -196,6 +195,8 @@ def _next_jump(
     if distance(0.0, state.ravel()) < 0:
         horizon = 1e6 / (rates.max() * squares**0.5)
         accuracy = {"rtol": 1e-9, "atol": 1e-13, "events": distance}
+        from scipy.integrate import solve_ivp  # slow import
+
         solution = solve_ivp(velocity, (0.0, horizon), state.ravel(), "DOP853", **accuracy)
         if not solution.t_events[0].size:
             raise ValueError(

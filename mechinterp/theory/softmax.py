@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
-from scipy.integrate import solve_ivp
 
 
 def debiased_step_size(*, d_x: int, context_length: int, noise_var: float) -> float:
@@ -81,6 +80,8 @@ def two_head_flow(
 
     slope.direction = -1  # type: ignore[attr-defined]
     span, accuracy = (0.0, float(time[-1])), {"rtol": 1e-10, "atol": 1e-14}
+    from scipy.integrate import solve_ivp  # slow import
+
     solution = solve_ivp(
         velocity, span, [start, start], "LSODA", t_eval=time, events=slope, **accuracy
     )

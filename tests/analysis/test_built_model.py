@@ -13,7 +13,7 @@ from mechinterp.analysis.ablation.pruning import prune
 from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.analysis.probing.p_probe import descent_curves
 from mechinterp.analysis.probing.probe import probe
-from mechinterp.analysis.probing.targets import reweighted
+from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.stats import halves
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for

@@ -21,7 +21,7 @@ from mechinterp.analysis.patching.circuit import (
     circuit_output,
 )
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
-from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
+from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation, resampled
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import TaskConfig
@@ -236,9 +236,9 @@ def two_heads(**architecture: object) -> ICLTransformer:
     return model
 
 
-def pair_of(model: ICLTransformer, nodes: str) -> Pair:
+def pair_of(model: ICLTransformer, nodes: str) -> InputPair:
     prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
-    return Pair.of(predictor_of(model).hooked, *prompts, nodes=nodes)
+    return InputPair.of(predictor_of(model).hooked, *prompts, nodes=nodes)
 
 
 def outputs_by_hand(model: ICLTransformer, tokens: Tensor, kept: Kept, other: list | None) -> list:
@@ -473,7 +473,7 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     """The prediction when one node reads what an earlier one writes on the clean prompts; nearness to theirs by default."""
     model = two_heads(**architecture)
     prompts = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
-    pair = Pair.of(predictor_of(model).hooked, *prompts, nodes="all")
+    pair = InputPair.of(predictor_of(model).hooked, *prompts, nodes="all")
     found = attribute_edges(
         model, prompts[0], corrupted=prompts[1], nodes="all", metric=first_response
     )
@@ -483,7 +483,7 @@ def test_patches_are_those_by_hand_and_those_of_circuits(architecture: dict):
     assert found.total_sem == pytest.approx((clean - corrupted).std().item() / 8**0.5)
     gap = (clean - corrupted).square()
     assert near.total == pytest.approx(gap.mean().item())
-    reversed_pair = Pair.of(predictor_of(model).hooked, *reversed(prompts), nodes="all")
+    reversed_pair = InputPair.of(predictor_of(model).hooked, *reversed(prompts), nodes="all")
     by_hand = "biases" not in architecture
     with torch.no_grad():
         given = outputs_by_hand(model, pair.clean, lambda *edge: True, None) if by_hand else None

@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2Model
 from analyses.lib.theory.softmax import debiased_risk, vanilla_risk
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.learners.error_curve import error_curve
-from mechinterp.analysis.learners.simple import KERNEL_PROMPTS, fitted, penalised
+from mechinterp.analysis.learners.penalised import penalised
+from mechinterp.analysis.learners.simple import KERNEL_PROMPTS, fitted
 from mechinterp.analysis.training.monitor import Monitor
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.load import load as load_any

@@ -62,7 +62,7 @@ def zero_sum(weights: Weights) -> float:
 
 
 def prompts_of_the_null() -> Prompts:
-    return evaluation(OF_NULL, random_null.N_PROMPTS, 0, True).prompts
+    return evaluation(OF_NULL, random_null.N_NULL_PROMPTS, 0, True).prompts
 
 
 def substitution_r2(weights: Weights) -> float:

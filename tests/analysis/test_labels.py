@@ -10,7 +10,7 @@ from torch import Tensor
 
 from analyses.lib.theory.softmax import manifold_mu
 from mechinterp.analysis.circuits import circuits
-from mechinterp.analysis.labels import NO_LABEL
+from mechinterp.analysis.labels import NO_LABEL_TEXTS
 from mechinterp.analysis.one_layer.classify import classify, classify_circuits
 from mechinterp.analysis.one_layer.qk_form import QKForm, common_matrix
 from mechinterp.analysis.one_layer.thresholds import Thresholds
@@ -448,7 +448,7 @@ def test_a_built_model_has_its_label_and_numbers(case: Case):
     assert found.label == case.pattern, found.reason
     assert not case.labels or " ".join(found.labels) == case.labels
     assert case.reason in found.reason
-    assert all(each.holds for each in found.checks) or found.label in NO_LABEL
+    assert all(each.holds for each in found.checks) or found.label in NO_LABEL_TEXTS
     for name, expected in case.numbers.items():
         holder = found.scales if hasattr(found.scales, name) else found
         is_exact = isinstance(expected, int | float | list | np.ndarray)

@@ -18,7 +18,7 @@ from transformer_lens.tools.analysis.interchange import (
 )
 
 from mechinterp.analysis.multi_layer.classify import layered_classification
-from mechinterp.analysis.multi_layer.identities import ORDER
+from mechinterp.analysis.multi_layer.identities import PAIR_ORDER
 from mechinterp.analysis.multi_layer.naming import labelled, name_algorithm
 from mechinterp.analysis.multi_layer.naming_prompts import NOISES, relative_risk
 from mechinterp.analysis.multi_layer.naming_result import Naming
@@ -449,8 +449,10 @@ def test_an_order_of_the_pairs_is_no_batch_learner():
     found = name_algorithm(forgetting, MORE, task=DENSE)
     assert found.label == "recursive_least_squares"
     assert found.scalars("recursive_least_squares") == pytest.approx([0.95, 0.5], abs=1e-3)
-    assert found.measured.tests[ORDER].mismatch() > Limits().tie
-    assert found.why_not["ridge_like"].where == ORDER or found.why_not["ridge_like"].rule == "far"
+    assert found.measured.tests[PAIR_ORDER].mismatch() > Limits().tie
+    assert (
+        found.why_not["ridge_like"].where == PAIR_ORDER or found.why_not["ridge_like"].rule == "far"
+    )
 
 
 @pytest.mark.parametrize("task", [DENSE, SPARSE, KMS], ids=["dense", "sparse", "chain"])

@@ -9,8 +9,8 @@ from transformer_lens.utilities import get_act_name
 
 from mechinterp.analysis.patching.activations import (
     HEAD_PARTS,
+    LAYER_ACTIVATIONS,
     OF_MLPS,
-    STREAMS,
     patch_activations,
 )
 from mechinterp.analysis.patching.pairing import clean_and_corrupted
@@ -40,7 +40,9 @@ def random_model(**architecture: object) -> ICLTransformer:
 # d_model is 5: TransformerLens, left to itself, would patch the first five positions, or a sixth of five.
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 11])
-@pytest.mark.parametrize("activation", [n for n in STREAMS + HEAD_PARTS if n not in OF_MLPS])
+@pytest.mark.parametrize(
+    "activation", [n for n in LAYER_ACTIVATIONS + HEAD_PARTS if n not in OF_MLPS]
+)
 def test_columns_are_positions_and_values_those_by_hand(activation: str, length: int):
     model, clean, corrupted = random_model(), random_prompts(length, 1), random_prompts(length, 2)
     before = corrupted.tokens.clone()

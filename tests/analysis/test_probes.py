@@ -10,19 +10,19 @@ import torch
 from sklearn.linear_model import Ridge
 
 from mechinterp.analysis.probing.linear import (
-    PENALTIES,
+    PROBE_PENALTIES,
     HeldOut,
-    cross_validated,
+    cross_validated_probe,
     fit_ridge,
 )
 from mechinterp.analysis.probing.p_probe import p_probe
 from mechinterp.analysis.probing.probe import LayerProbes, probe
 from mechinterp.analysis.probing.read_out import READ, ReadOut
-from mechinterp.analysis.probing.targets import (
+from mechinterp.analysis.probing.target_functions import (
     preconditioned,
     responses,
     reweighted,
-    task_vectors,
+    vectors_of_prompts,
 )
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
@@ -53,7 +53,7 @@ def test_ridge_is_scikit_learns():
     x, y = generator.standard_normal((50, 4)) + 1, generator.standard_normal((50, 2)) - 2
     centred = x - x.mean(0)
     size = np.linalg.eigvalsh(centred.T @ centred).mean()
-    for penalty, weights in zip(PENALTIES, fit_ridge(x, y), strict=True):
+    for penalty, weights in zip(PROBE_PENALTIES, fit_ridge(x, y), strict=True):
         other = Ridge(alpha=penalty * size).fit(x, y)
         np.testing.assert_allclose(weights[:-1], other.coef_.T, rtol=1e-8, atol=1e-10)
         np.testing.assert_allclose(weights[-1], other.intercept_, rtol=1e-8)
@@ -64,13 +64,13 @@ def test_cross_validation_finds_a_linear_map_and_nothing_in_noise():
     x = generator.standard_normal((500, 6))
     W = generator.standard_normal((6, 1))
     noise = generator.standard_normal((500, 1))
-    found, nothing = cross_validated(x, x @ W + 2, noise)
+    found, nothing = cross_validated_probe(x, x @ W + 2, noise)
     np.testing.assert_allclose(found.prediction, x @ W + 2, atol=1e-6)
-    assert found.penalty == PENALTIES[0]
-    assert nothing.penalty == PENALTIES[-1]
+    assert found.penalty == PROBE_PENALTIES[0]
+    assert nothing.penalty == PROBE_PENALTIES[-1]
     assert np.square(nothing.prediction - noise).mean() > 0.99 * noise.var()
     # Targets are fitted together as they are alone.
-    (alone,) = cross_validated(x, noise)
+    (alone,) = cross_validated_probe(x, noise)
     np.testing.assert_allclose(nothing.prediction, alone.prediction, rtol=1e-9)
 
 
@@ -79,7 +79,7 @@ def test_predictions_never_see_their_own_target():
     x, y = generator.standard_normal((40, 3)), generator.standard_normal((40, 1))
     changed = y.copy()
     changed[7] += 100
-    one, other = (fit.prediction for fit in cross_validated(x, y, changed))
+    one, other = (fit.prediction for fit in cross_validated_probe(x, y, changed))
     fold = np.arange(40) % 5 == 7 % 5
     # Only the choice of the penalty may tell them apart; with one fold's weights fixed it does not.
     assert np.abs(other[fold] - one[fold]).max() < 1
@@ -93,7 +93,7 @@ def test_the_error_of_the_fit_is_that_by_hand():
     a, clean = 2.0, np.full((8, 1), 3.0)
     noise = a * np.repeat([1.0, -1.0], 4)[:, None]
     root = x / 8**0.5
-    exact = HeldOut(clean, clean + noise, PENALTIES[0], root, freedom=1.0)
+    exact = HeldOut(clean, clean + noise, PROBE_PENALTIES[0], root, freedom=1.0)
     assert exact.fit_sem(clean) == pytest.approx(a**2 / 28**0.5)
     # A prediction without error has no other error than that of the fit; R2 divides it by the mean square, 9.
     loss, loss_sem, r2, r2_sem = exact.scores(clean)
@@ -102,10 +102,12 @@ def test_the_error_of_the_fit_is_that_by_hand():
     assert r2_sem == pytest.approx(a**2 / 28**0.5 / 9)
     # What no linear map explains counts as the noise does: sizes a and b add up as a^4 + b^4.
     b = 3.0
-    curved = HeldOut(clean + b, clean + noise, PENALTIES[0], root, freedom=1.0)
+    curved = HeldOut(clean + b, clean + noise, PROBE_PENALTIES[0], root, freedom=1.0)
     assert curved.fit_sem(clean) == pytest.approx(((a**4 + b**4) / 28) ** 0.5)
     # Two targets along one line: inner products are 2 v_i v_j, and the mean is over both.
-    double = HeldOut(np.tile(clean, 2), np.tile(clean + noise, 2), PENALTIES[0], root, freedom=1.0)
+    double = HeldOut(
+        np.tile(clean, 2), np.tile(clean + noise, 2), PROBE_PENALTIES[0], root, freedom=1.0
+    )
     assert double.fit_sem(np.tile(clean, 2)) == pytest.approx(a**2 / 28**0.5)
 
 
@@ -395,7 +397,7 @@ def test_targets_are_names_functions_or_both(few: Prompts):
     noisy = probe(model, few, targets={"noisy": lambda p: responses(p)[0]}).probes["noisy"]
     np.testing.assert_allclose(named.probes["half"].risk, noisy.risk / 4)
     np.testing.assert_allclose(named.probes["y"].risk, probe_of_y(model, few).risk)
-    beta = task_vectors(few)
+    beta = vectors_of_prompts(few)
     assert beta.shape == (30, few.x.shape[1] + 1, 4)
     assert torch.equal(beta[:, 3], few.beta[:, :, 0])
     alone = probe(model, few, targets="read_out")

@@ -14,7 +14,7 @@ from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruned import pruned_weights, save_pruned
 from mechinterp.analysis.ablation.pruning import RULES, prune
 from mechinterp.analysis.ablation.pruning_rules import best_head_first, best_head_later, masked_by
-from mechinterp.analysis.probing.linear import cross_validated
+from mechinterp.analysis.probing.linear import cross_validated_probe
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import CheckpointError
@@ -73,7 +73,7 @@ def test_heads_are_chosen_on_one_half_and_measured_on_the_other(make, many):
     again = []
     for heads in (gone, []):
         stream = predictor_of(model).streams(measured, heads=heads)[-1, :, 0]
-        (fitted,) = cross_validated(stream.numpy(force=True), measured.y_query.numpy())
+        (fitted,) = cross_validated_probe(stream.numpy(force=True), measured.y_query.numpy())
         again.append(np.square(fitted.prediction - measured.y_query_clean.numpy()).mean(1))
     assert found.refit.risk == pytest.approx(again[0].mean(), rel=1e-9)
     assert found.refit.full_risk == pytest.approx(again[1].mean(), rel=1e-9)

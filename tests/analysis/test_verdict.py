@@ -18,9 +18,10 @@ from mechinterp.analysis.classified import (
     upper_limit,
 )
 from mechinterp.analysis.evidence import Criterion, Number
-from mechinterp.analysis.labels import ALGORITHMS as LAYERED
-from mechinterp.analysis.labels import NO_LABEL, PATTERNS, Label
+from mechinterp.analysis.labels import ALGORITHM_LABELS as LAYERED
+from mechinterp.analysis.labels import NO_LABEL_TEXTS, PATTERNS, Label
 from mechinterp.analysis.learners.nearest import Nearby, nearby, task_doubt
+from mechinterp.analysis.multi_layer.classify import _numbers
 from mechinterp.analysis.multi_layer.naming_rules import CONTAINED
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.one_layer.classify import classify
@@ -143,6 +144,24 @@ def test_layers_are_told_with_the_numbers_fitted_to_them():
     assert found.verdict.is_not.split(",")[0] in set(names.values()) - set(alike)
 
 
+@pytest.mark.parametrize(
+    ("label", "n_layers", "words"),
+    [
+        ("gradient_descent", 2, "η = 1.00, 2.00"),
+        ("gd_plus_plus", 1, "η = 1.00"),
+        ("gd_plus_plus", 3, "η = 1.00, 2.00, 3.00, γ = 4.00, 5.00"),
+        ("online_gd", 1, "η = 1.00, α = 2.00, c = 3.00"),
+        ("recursive_least_squares", 2, "α = 1.00, λ = 2.00"),
+        ("adaptive_ridge", 1, "λ₁ = 1.00, λ₂/λ₁ = 2.00, odds = 3.00, τ² = 4.00"),
+    ],
+)
+def test_a_number_stands_behind_its_letter(label: str, n_layers: int, words: str):
+    """Some numbers have a value for every layer, some for all but one, and some have one for all."""
+    scalars = next(each.scalars for each in ALGORITHMS if each.label == label)
+    count = sum(len(scalar.layers(n_layers)) for scalar in scalars)
+    assert _numbers(label, np.arange(1.0, count + 1), n_layers) == words
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parts"),
@@ -164,7 +183,7 @@ def test_calibration_is_what_the_analyses_counted():
     for name, label in {**PATTERNS, **LAYERED}.items():
         assert (label.wrong, label.named) == (counted.wrong[name], counted.named[name])
     one = pd.read_csv(RESULTS / "calibration_second_models.csv")
-    named = one[~one.label.isin(NO_LABEL)]
+    named = one[~one.label.isin(NO_LABEL_TEXTS)]
     assert sum(label.named for label in PATTERNS.values()) == len(named)
     assert sum(label.wrong for label in PATTERNS.values()) == (named.verdict == "wrong").sum()
     assert set(LAYERED) == {algorithm.label for algorithm in ALGORITHMS} - {None}

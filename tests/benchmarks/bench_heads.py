@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.patching.edges import attribute_edges
-from mechinterp.analysis.patching.pairing import Pair, clean_and_corrupted
+from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import one_layer
@@ -93,7 +93,7 @@ def test_every_head_of_a_deep_model(versus, score: str, method: str, what: str):
     )
 
 
-def by_path_patching(pair: Pair) -> np.ndarray:
+def by_path_patching(pair: InputPair) -> np.ndarray:
     """Mean effect of each edge by two runs of the whole model: what the receiver computes, and the model with it."""
     hooked, effects = pair.hooked.model, np.full(pair.edges.shape, np.nan)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_every_edge_of_a_deep_model(versus, score: str):
     model, task = deep_model(score), TaskConfig(d_x=16, context_length=32)
     prompts = clean_and_corrupted(task, None, None, n_prompts=32, seed=0)
     every, exact = (
-        Pair.of(predictor_of(each).hooked, *prompts)
+        InputPair.of(predictor_of(each).hooked, *prompts)
         for each in (model, copy.deepcopy(model).double())
     )
     part, exact = (

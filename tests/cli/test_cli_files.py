@@ -7,7 +7,7 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.progress import show_progress
-from mechinterp.report.page import PAGE, write_report
+from mechinterp.report.page import PAGE_FILE, write_report
 from tests.conftest import Run
 
 SMALL = ("--set", "train.steps=20", "--set", "train.n_eval_prompts=16", "--device", "cpu", "-q")
@@ -37,14 +37,16 @@ def test_train_refuses_a_folder_with_a_file(run: Run, tmp_path: Path, name: str,
 def test_a_report_replaces_a_report_only(run: Run, tmp_path: Path):
     out = tmp_path / "out"
     out.mkdir()
-    (out / PAGE).write_text("<title>mine</title>")
+    (out / PAGE_FILE).write_text("<title>mine</title>")
     few = ("--n-prompts", 64, "--analysis", "circuits", "-q")
     command = ("report", CHECKPOINT, "--out", out, *few)
     before = contents(out)
     run(*command).assert_refused(out, "already exists")
-    run(*command, "--overwrite").assert_refused(f"{out}: already holds {PAGE}", "no report of this")
+    run(*command, "--overwrite").assert_refused(
+        f"{out}: already holds {PAGE_FILE}", "no report of this"
+    )
     assert contents(out) == before
-    (out / PAGE).unlink()
+    (out / PAGE_FILE).unlink()
     run(*command).done()
     (out / "notes.txt").write_text("mine")
     run(*command, "--overwrite").done()
@@ -54,14 +56,14 @@ def test_a_report_replaces_a_report_only(run: Run, tmp_path: Path):
 @pytest.mark.slow
 def test_a_report_refuses_a_folder_that_was_filled_meanwhile(tmp_path: Path):
     def meanwhile(steps, what):
-        (tmp_path / PAGE).write_text("mine")
+        (tmp_path / PAGE_FILE).write_text("mine")
         return steps
 
-    words = f"already holds {PAGE}; it is not overwritten"
+    words = f"already holds {PAGE_FILE}; it is not overwritten"
     with pytest.raises(ValueError, match=words), show_progress(meanwhile):
         write_report(load(CHECKPOINT), tmp_path, n_prompts=64, analyses=["compare-learners"])
-    assert [path.name for path in tmp_path.iterdir()] == [PAGE]
-    assert (tmp_path / PAGE).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == [PAGE_FILE]
+    assert (tmp_path / PAGE_FILE).read_text() == "mine"
 
 
 def test_nothing_of_a_conversion_is_left_when_it_fails(run: Run, tmp_path: Path):

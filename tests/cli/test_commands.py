@@ -16,7 +16,7 @@ from mechinterp.cli.printing import about_paths
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
-from mechinterp.report.page import PAGE
+from mechinterp.report.page import PAGE_FILE
 from tests.conftest import CHECKPOINTS, Run, started
 
 SCRIPT = Path(sys.executable).with_name("mechinterp")
@@ -91,13 +91,13 @@ def test_report(run: Run, trained: Path, tmp_path: Path):
     command = ("report", trained, "--out", out, "--n-prompts", 64, "--analysis", "circuits")
     ran = run(*command, "--json").done(silent=True)
     assert list(ran.document) == ["path", "page", "tables", "verdict"]
-    assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE))
+    assert (ran.document["path"], ran.document["page"]) == (str(trained), str(out / PAGE_FILE))
     files = {Path(ran.document["page"]), *map(Path, ran.document["tables"])}
     assert set(out.iterdir()) == files
     assert ran.document["verdict"].startswith("What it computes: ")
 
     ran = run(*command, "--overwrite").done()
-    assert ran.out.splitlines()[-1] == f"Report: {out / PAGE}"
+    assert ran.out.splitlines()[-1] == f"Report: {out / PAGE_FILE}"
 
 
 @pytest.mark.slow

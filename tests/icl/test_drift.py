@@ -15,7 +15,7 @@ from mechinterp import (
     response,
     train,
 )
-from mechinterp.analysis.probing.targets import TARGETS
+from mechinterp.analysis.probing.targets import PROBE_TARGETS
 from mechinterp.config import (
     CovarianceConfig,
     ExperimentConfig,
@@ -145,8 +145,8 @@ def test_a_fixed_learner_keeps_its_name_on_a_drifting_task():
 
 def test_a_probe_of_beta_gets_the_task_vector_of_each_pair():
     prompts = drawn(TASK)
-    assert torch.equal(TARGETS["beta"](prompts), prompts.drifting.flatten(2))
-    noisy, clean = TARGETS["y"](prompts)
+    assert torch.equal(PROBE_TARGETS["beta"](prompts), prompts.drifting.flatten(2))
+    noisy, clean = PROBE_TARGETS["y"](prompts)
     assert torch.equal(clean[:, :-1], prompts.y_without_noise("a test"))
     assert torch.equal(noisy[:, -1], prompts.y_query)
 

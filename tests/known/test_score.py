@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from analyses.known.gradients import as_frames
 from analyses.known.masking import random_order as random_numbers
 from analyses.known.methods import components
 from mechinterp import local_learning_coefficient
 from mechinterp.known import Entry, Suite, judge_sampler, score, suite
-from mechinterp.known.agreement import MEANINGS_2
+from mechinterp.known.agreement import MEANINGS_2, auroc
 from mechinterp.known.entries import edge_place
 from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
 from tests.conftest import Run, refused
@@ -218,3 +219,11 @@ def test_a_method_of_ones_own_is_scored_from_another_folder(
 def test_the_command_refuses_what_is_not_there(run: Run):
     run("score", "nowhere:method").assert_refused("nowhere")
     run("score", "json:dumps", "--version", "7").assert_refused("version", "7")
+
+
+def test_auroc_is_scikit_learns():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        values = rng.integers(0, 4, 12).astype(float)
+        positive = np.arange(12) < rng.integers(1, 11)
+        assert auroc(positive, values) == pytest.approx(roc_auc_score(positive, values), abs=1e-15)

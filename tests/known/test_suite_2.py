@@ -19,7 +19,11 @@ from mechinterp.known.truth import KINDS
 from tests.conftest import sampled
 
 ALL = suite(2, trained="all")
-FEW = {"gd-2", "gd-plus-plus-2", "preconditioned-2", "debiased-pair", "kernel", "minimum-2"}
+FEW = {
+    *("gd-2", "gd-plus-plus-2", "preconditioned-2", "debiased-pair", "kernel", "minimum-2"),
+    *("mlp-clip-1", "mlp-square-1", "backup-or", "gd-plus-plus-2-noise-0.05", "tanh-h2-s0"),
+    *("recurrent-gated", "recurrent-delta", "recurrent-mesa", "two-tasks-h2-s0"),
+}
 """Entries whose effects `make test` computes again; of the others `make test-all`."""
 
 

@@ -18,10 +18,11 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.layers import rotated
+from mechinterp.models.run import hooks
 from mechinterp.models.run.general import masked_predictions, predict_deep, query_patterns
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused, sampled
-from tests.deep_models import random_model
+from tests.deep_models import GPT2, WIDE, random_model
 
 TASK = TaskConfig(d_x=3, context_length=6, beta_var=1.0, noise_var=0.0)
 
@@ -311,6 +312,23 @@ def test_rotary_weights_alone_run_as_the_hooked_model_does(adjacent: bool):
     torch.testing.assert_close(query_patterns(model.weights, prompts), patterns)
     q, turned = cache["blocks.0.attn.hook_q"], cache["blocks.0.attn.hook_rot_q"]
     torch.testing.assert_close(rotated(q, model.cfg.model), turned)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {**WIDE, "score": "linear/L"},
+        {**WIDE, "biases": True},
+        {"norm": "before", "final_norm": True, "d_mlp": 7, "d_model": 8, "d_head": 4},
+        GPT2,
+    ],
+)
+def test_heads_write_at_the_query_what_hooks_read_there(architecture: dict):
+    model = random_model(3, 2, **architecture)
+    prompts = draw_prompts(TaskConfig(d_x=4, context_length=6), 8, seed=0, dtype=torch.float64)
+    predictor = predictor_of(model)
+    expected = hooks.query_writes(predictor.hooked, prompts)
+    torch.testing.assert_close(predictor.query_writes(prompts), expected)
 
 
 def test_sizes_of_rotary_positions_are_checked():

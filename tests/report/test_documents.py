@@ -28,7 +28,7 @@ from mechinterp.models.heads import stack
 from mechinterp.report.text import ROWS, frame_text, wrapped
 from mechinterp.report.to_csv import write_csv, write_table
 from mechinterp.report.to_json import dumps, to_json
-from mechinterp.report.to_text import HEADS, classification_text, to_text
+from mechinterp.report.to_text import MOST_HEAD_LINES, classification_text, to_text
 from tests.conftest import CHECKPOINTS
 
 
@@ -152,7 +152,7 @@ def test_of_many_heads_of_layers_those_that_count_are_shown(narrow):
     lines = classification_text(many).split("\n\n")[1].splitlines()
     assert lines[2].split()[:4] == ["L0H29", "29", "±", "1"]
     # Rises of 0 to 2 with errors of 1 are not clear; 27 are.
-    assert len(lines) == 2 + HEADS + 1
+    assert len(lines) == 2 + MOST_HEAD_LINES + 1
     assert all(word in lines[-1] for word in ("19", "L0H0, L0H1, L0H2", "--wide"))
     # A rise above the model's own risk is shown, whatever its error.
     unsure = replace(heads, columns=rises | {"rise_sem": np.full(30, 40.0)}, full_risk=20.0)

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 
 from mechinterp.analysis.comparison import compare
-from mechinterp.analysis.registry import ANALYSES, Model, analysis_of, run_analysis
+from mechinterp.analysis.needs import Model
+from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.known.entries import suite

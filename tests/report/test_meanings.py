@@ -9,7 +9,7 @@ import pytest
 
 from mechinterp import ablate, circuits, classify, load, name_algorithm, over_steps, p_probe, probe
 from mechinterp.analysis.registry import Analysis
-from mechinterp.analysis.response.frames import MEANINGS
+from mechinterp.analysis.response.frames import FRAME_MEANINGS
 from mechinterp.analysis.result import Table, known, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.report.page import section_of
@@ -98,15 +98,15 @@ def test_a_table_may_take_meanings_of_its_own():
 
 
 def test_every_frame_of_a_response_has_its_meanings_with_units():
-    filters = Table(pd.DataFrame({"phi": [1.0]}), known=MEANINGS["filter"])
+    filters = Table(pd.DataFrame({"phi": [1.0]}), known=FRAME_MEANINGS["filter"])
     assert filters.meanings == {"phi": "Weight of a direction with this eigenvalue, unit 1/x²."}
     assert filters.units == {"phi": "1/x²"}
     weights = {
-        name: Table(pd.DataFrame({"weight": [1.0]}), known=MEANINGS[name]).units
+        name: Table(pd.DataFrame({"weight": [1.0]}), known=FRAME_MEANINGS[name]).units
         for name in ("position", "similarity")
     }
     assert weights == {"position": {"weight": "1/x²"}, "similarity": {"weight": ""}}
-    assert MEANINGS["forms"]["left"] != MEANINGS["left"]["left"]
+    assert FRAME_MEANINGS["forms"]["left"] != FRAME_MEANINGS["left"]["left"]
 
 
 def test_the_first_result_says_what_a_column_means(descent: Checkpoint):

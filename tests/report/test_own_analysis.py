@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import mechinterp as mi
-from mechinterp.analysis.registry import ANALYSES, analysis_of, nothing, run_analysis
+from mechinterp.analysis.needs import nothing
+from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.report.page import default_names, write_report

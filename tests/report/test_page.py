@@ -24,7 +24,7 @@ from mechinterp.models.constructions.one_layer import debiased_gradient_step, ze
 from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.weights import Weights
-from mechinterp.report.page import PAGE, Report, default_names, write_report
+from mechinterp.report.page import PAGE_FILE, Report, default_names, write_report
 from mechinterp.report.to_html import PAPERS, Section
 from mechinterp.training.train import train_models
 from tests.checkpoints.files import loaded
@@ -143,7 +143,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Page]:
 
 @pytest.fixture(scope="module")
 def page(trained: tuple[Checkpoint, Path]) -> Page:
-    return Page((trained[1] / PAGE).read_text(encoding="utf-8"))
+    return Page((trained[1] / PAGE_FILE).read_text(encoding="utf-8"))
 
 
 def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path]):
@@ -158,7 +158,7 @@ def test_the_page_needs_nothing_else(page: Page, trained: tuple[Checkpoint, Path
     libraries = [script for script in page.scripts if len(script) > 1_000_000]
     assert len(libraries) == 1
     assert "plotly.js v" in libraries[0]
-    assert (trained[1] / PAGE).stat().st_size < 6_000_000
+    assert (trained[1] / PAGE_FILE).stat().st_size < 6_000_000
     assert page.open == []
 
 
@@ -194,7 +194,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     for link, table in tables.items():
         assert len(table) > 0
         assert f"{link} ({len(table)} rows)" in page.text
-    assert unexplained_columns(folder / PAGE) == set()
+    assert unexplained_columns(folder / PAGE_FILE) == set()
     assert list(tables["ablation.csv"]["method"]) == [
         *("zero", "zero", "mean", "mean", "resample", "resample")
     ]
@@ -275,7 +275,7 @@ def test_training_is_shown_where_there_is_a_history(tmp_path: Path):
     assert page.headings == ["History", "Head ablation, step by step"]
     history = pd.read_csv(tmp_path / "page" / "history.csv")
     np.testing.assert_allclose(history["qk_norm"], checkpoint.history["qk_norm"], rtol=1e-6)
-    assert unexplained_columns(tmp_path / "page" / PAGE) == set()
+    assert unexplained_columns(tmp_path / "page" / PAGE_FILE) == set()
 
 
 def test_somebody_elses_model_has_the_same_page(tmp_path: Path):
@@ -316,8 +316,8 @@ def test_several_models_are_compared_and_the_bad_one_is_named(run: Run, tmp_path
     fields = tables["fields"].set_index("setting")
     assert fields.loc["linear-merged-s0", "model.merged_qk"]
     assert "linear/L" in fields["model.score"].tolist()  # without quotation marks
-    assert unexplained_columns(out / PAGE) == {*fields.columns, "error"}
-    text = (out / PAGE).read_text(encoding="utf-8")
+    assert unexplained_columns(out / PAGE_FILE) == {*fields.columns, "error"}
+    text = (out / PAGE_FILE).read_text(encoding="utf-8")
     assert html.escape(verdict) in re.sub(
         r"<a [^>]*>|</a>", "", text
     )  # terms lead to their meaning

@@ -5,8 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import linprog
 
+from mechinterp import local_learning_coefficient
+from mechinterp.analysis import Chains
 from mechinterp.theory.learning_coefficient import reachable_dimension
 from mechinterp.theory.reduced_rank import reduced_rank_coefficient
 from tests.conftest import refused
@@ -93,3 +96,27 @@ def test_sizes_that_make_no_sense_are_refused():
         reduced_rank_coefficient(4, 4, n_hidden=2, rank=3)
     with refused("n_hidden", "0"):
         reduced_rank_coefficient(4, 4, n_hidden=0, rank=0)
+
+
+class Product(torch.nn.Module):
+    def __init__(self, m: int, n: int, h: int) -> None:
+        super().__init__()
+        self.A = torch.nn.Parameter(torch.zeros(m, h, dtype=torch.float64))
+        self.B = torch.nn.Parameter(torch.zeros(h, n, dtype=torch.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("m", "n", "h"), [(3, 3, 1), (4, 4, 2)])
+def test_the_sampler_agrees_with_the_exact_evidence(m: int, n: int, h: int):
+    """The evidence has the prior of the chains: normal around the minimum, localization 1."""
+    nbeta, step = 1e4, 1e-3
+    chains = Chains(
+        n_chains=16, n_draws=400, n_warmup=300, n_leapfrog=20, nbeta=nbeta, localization=1.0
+    )
+    found = local_learning_coefficient(
+        Product(m, n, h), loss=lambda module: (module.A @ module.B).square().sum(), chains=chains
+    )
+    at = [log_evidence(np.log(nbeta) + each, m, n, h) for each in (-step, step)]
+    expected = (at[0] - at[1]) / (2 * step)
+    assert abs(found.estimate - expected) < 4 * found.sem
+    assert found.sem < 0.1

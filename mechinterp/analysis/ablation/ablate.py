@@ -9,8 +9,8 @@ import torch
 
 from mechinterp.analysis.ablation import contrasts
 from mechinterp.analysis.ablation.ablation import Ablation
-from mechinterp.analysis.ablation.contrasts import MOST_HEADS, Mask, Rows, steps
-from mechinterp.analysis.ablation.kinds import KINDS
+from mechinterp.analysis.ablation.contrasts import MOST_SUBSET_HEADS, Mask, Rows, steps
+from mechinterp.analysis.ablation.kinds import QUESTIONS
 from mechinterp.analysis.ablation.measured import (
     EXCESS,
     Estimates,
@@ -34,7 +34,7 @@ MOST_SWITCHES = 8
 """Largest number of heads with switches on the page."""
 SHOWN = 5
 """Number of prompts of the switches."""
-ROWS = {
+ROWS_OF = {
     "heads": contrasts.heads_alone,
     "blocks": contrasts.blocks,
     "pairs": contrasts.pairs,
@@ -99,8 +99,8 @@ def ablate(
         >>> ablate(checkpoint, what="pairs", method="mean", n_prompts=64).to_frame()[["head", "other"]].values.tolist()
         [['L0H0', 'L0H1']]
     """
-    if what is not None and what not in KINDS:
-        raise ValueError(f"what must be one of {', '.join(KINDS)} or None, got {what!r}.")
+    if what is not None and what not in QUESTIONS:
+        raise ValueError(f"what must be one of {', '.join(QUESTIONS)} or None, got {what!r}.")
     if what == "positions" and n_prompts is None:
         n_prompts = AT_POSITIONS
     given, law = prompts_and_law(
@@ -125,7 +125,7 @@ def _overview(
     predictor: Predictor, prompts: Prompts, methods: Sequence[str], measure: Measure
 ) -> Ablation:
     """Heads by every method; layers of several, subsets of one."""
-    few = predictor.is_one_attention and predictor.n_heads <= MOST_HEADS
+    few = predictor.is_one_attention and predictor.n_heads <= MOST_SUBSET_HEADS
     kinds = ("subsets", "shapley") if few else ("layers",) if predictor.n_layers > 1 else ()
     others = {kind: _one_kind(predictor, prompts, kind, methods[:1], measure) for kind in kinds}
     outputs = {}
@@ -145,7 +145,7 @@ def _one_kind(
     """One kind of rows under each method."""
     parts = [_estimated(predictor, prompts, what, method, measure) for method in methods]
     frames = [
-        pd.DataFrame(list(rows), columns=KINDS[what].axes).assign(method=method)
+        pd.DataFrame(list(rows), columns=QUESTIONS[what].axes).assign(method=method)
         for (rows, _), method in zip(parts, methods, strict=True)
     ]
     rows = pd.concat(frames, ignore_index=True)
@@ -157,7 +157,7 @@ def _one_kind(
     return Ablation(
         what=what,
         methods=tuple(methods),
-        rows=rows[["method", *KINDS[what].axes]],
+        rows=rows[["method", *QUESTIONS[what].axes]],
         columns=columns,
         few=np.concatenate([each.carried_by_few for each in found]),
         full_risk=found[0].full[0],
@@ -179,7 +179,7 @@ def _estimated(
         chosen_on, prompts = halves(prompts)
         rows = steps(greedy_order(predictor, _even(chosen_on, method), measure, method))
     else:
-        rows = ROWS[what](predictor)
+        rows = ROWS_OF[what](predictor)
     return rows, estimated(predictor, _even(prompts, method), rows, measure, method)
 
 

@@ -10,12 +10,12 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 
 from mechinterp import figures, heatmaps
-from mechinterp.analysis.ablation.kinds import KINDS
+from mechinterp.analysis.ablation.kinds import QUESTIONS
 from mechinterp.analysis.ablation.measured import (
     EXCESS,
 )
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import HEADS, METRIC_UNIT, Table, records, tables_of
+from mechinterp.analysis.result import HEAD_COLUMNS, METRIC_UNIT, Table, records, tables_of
 from mechinterp.display import Result, head_names
 
 
@@ -23,7 +23,7 @@ from mechinterp.display import Result, head_names
 class Ablation(Result):
     """Cost of masking: weighted sums of a metric under masks, one row per question, on the same prompts."""
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "method": '"zero": the output is 0; "mean": its mean over prompts at that position; "resample": its value in another prompt.',
         "other": "The other head of the pair.",
         "block": "Number of the block, from 0.",
@@ -54,7 +54,7 @@ class Ablation(Result):
     }
 
     what: str
-    """Kind of mask: a name in `KINDS`."""
+    """Kind of mask: a name in `QUESTIONS`."""
     methods: tuple[str, ...]
     """Methods of masking, in the order of the rows."""
     rows: pd.DataFrame
@@ -94,7 +94,7 @@ class Ablation(Result):
         frame = self.rows.assign(**self.columns, carried_by_few=self.few)
         if column not in frame:
             raise ValueError(f"column must be one of {', '.join(frame)}, got {column!r}.")
-        kind = KINDS[self.what]
+        kind = QUESTIONS[self.what]
         shape = [self.rows[name].nunique() for name in kind.axes] if kind.is_grid else [-1]
         methods = [len(self.methods)] if len(self.methods) > 1 else []
         return frame[column].to_numpy().reshape(*methods, *shape)
@@ -179,7 +179,7 @@ class Ablation(Result):
         return f"{method} {self._label(row)} {value}"
 
     def _label(self, row: Mapping[str, Any]) -> str:
-        return KINDS[self.what].label.format(**row)
+        return QUESTIONS[self.what].label.format(**row)
 
     def _of_method(self, number: int) -> pd.DataFrame:
         frame = self.to_frame()
@@ -253,7 +253,7 @@ class Ablation(Result):
         return {"ablation": own, "layers": layers, **further}
 
     def _title(self) -> str:
-        text = KINDS[self.what].title.format(metric=self.metric)
+        text = QUESTIONS[self.what].title.format(metric=self.metric)
         return text[0].upper() + text[1:]
 
     def to_document(self) -> dict:

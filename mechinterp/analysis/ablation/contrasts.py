@@ -13,7 +13,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, z_name
 from mechinterp.models.run.predictor import Predictor
 
-MOST_HEADS = 12
+MOST_SUBSET_HEADS = 12
 """Largest number of heads of which all subsets are masked."""
 
 
@@ -102,7 +102,7 @@ def subsets(predictor: Predictor) -> Rows:
     """Every subset of the heads that stays, the empty one first.
 
     Raises:
-        ValueError: If there are more than `MOST_HEADS` heads.
+        ValueError: If there are more than `MOST_SUBSET_HEADS` heads.
     """
     rows: Rows = {}
     for kept in all_subsets(predictor.heads, predictor.heads):
@@ -115,7 +115,7 @@ def shapley(predictor: Predictor) -> Rows:
     """Fall of the metric due to a head, averaged over all orders of adding heads.
 
     Raises:
-        ValueError: If there are more than `MOST_HEADS` heads.
+        ValueError: If there are more than `MOST_SUBSET_HEADS` heads.
     """
     heads = predictor.heads
     rows: Rows = {}
@@ -136,8 +136,8 @@ def all_subsets(heads: Sequence[Head], of: Sequence[Head]) -> list[tuple[Head, .
     Args:
         of: All heads of the model, whose number is limited.
     """
-    if len(of) > MOST_HEADS:
-        raise ValueError(f"n_heads must be <= {MOST_HEADS} for all subsets, got {len(of)}.")
+    if len(of) > MOST_SUBSET_HEADS:
+        raise ValueError(f"n_heads must be <= {MOST_SUBSET_HEADS} for all subsets, got {len(of)}.")
     return [kept for size in range(len(heads) + 1) for kept in combinations(heads, size)]
 
 

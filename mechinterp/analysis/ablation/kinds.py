@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Kind:
+class Question:
     """A question about masks: how its rows and its figure are named."""
 
     axes: tuple[str, ...]
@@ -17,43 +17,45 @@ class Kind:
     """True if every entry of one column meets every entry of the others."""
 
 
-KINDS = {
-    "heads": Kind(
+QUESTIONS = {
+    "heads": Question(
         ("layer", "head"), "L{layer}H{head}", "rise of the {metric} when a head is masked"
     ),
-    "blocks": Kind(
+    "blocks": Question(
         ("block", "head"),
         "head {head} of block {block}",
         "rise of the {metric} when a head is masked in all runs of its block",
     ),
-    "pairs": Kind(
+    "pairs": Question(
         ("head", "other"),
         "{head} with {other}",
         "interaction: rise of the {metric} with two heads masked minus the sum of their rises",
         is_grid=False,
     ),
-    "layers": Kind(
+    "layers": Question(
         ("layer",),
         "all heads of layer {layer}",
         "rise of the {metric} when all heads of a layer are masked",
     ),
-    "mlps": Kind(("layer",), "MLP of layer {layer}", "rise of the {metric} when an MLP is masked"),
-    "subsets": Kind(
+    "mlps": Question(
+        ("layer",), "MLP of layer {layer}", "rise of the {metric} when an MLP is masked"
+    ),
+    "subsets": Question(
         ("kept", "n_kept"),
         "heads kept: {kept}",
         "{metric} for every subset of the heads",
         is_grid=False,
     ),
-    "shapley": Kind(
+    "shapley": Question(
         ("layer", "head"), "L{layer}H{head}", "Shapley values: fall of the {metric} due to a head"
     ),
-    "greedy": Kind(
+    "greedy": Question(
         ("n_kept", "masked_next"),
         "{n_kept} heads kept",
         "{metric} against the number of kept heads",
         is_grid=False,
     ),
-    "positions": Kind(
+    "positions": Question(
         ("layer", "head", "pos"),
         "L{layer}H{head} at {pos}",
         "rise of the {metric} when a head is masked at one position",

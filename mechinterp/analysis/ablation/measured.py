@@ -17,7 +17,7 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.predictor import Predictor, predictor_of
 from mechinterp.progress import progress
 
-CHUNK = 256
+MASKS_AT_ONCE = 256
 """Number of masks in one run."""
 Metric = Callable[[Tensor, Prompts], Tensor]
 """Function from predictions [batch, d_y] and prompts to one number per prompt."""
@@ -104,7 +104,7 @@ def values_under(
         method: "zero"; "mean" over the prompts at each position; or "resample", the value of another prompt.
     """
     n_units = len(prompts) // 2 if method == "resample" else len(prompts)
-    found = np.empty((n_units, len(masks)))
+    found = np.empty((len(masks), n_units)).T  # the values of a mask lie side by side
     chunks = _chunks(masks)
     # A single run has a bar of its own.
     for columns in chunks if len(chunks) == 1 else progress(chunks, "masks"):
@@ -126,7 +126,9 @@ def _chunks(masks: Sequence[Mask]) -> list[list[int]]:
     for n, mask in enumerate(masks):
         by_position.setdefault(mask.at, []).append(n)
     return [
-        some[i : i + CHUNK] for some in by_position.values() for i in range(0, len(some), CHUNK)
+        some[i : i + MASKS_AT_ONCE]
+        for some in by_position.values()
+        for i in range(0, len(some), MASKS_AT_ONCE)
     ]
 
 
@@ -168,21 +170,17 @@ def estimated(
     if len(values) < 2:
         raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(values)}.")
     names = list(next(iter(rows.values())))
-    found: dict[str, list[float]] = {}
-    few: list[bool] = []
-    for row in rows.values():
-        for name in names:
+    columns: dict[str, np.ndarray] = {}
+    for name in names:
+        # Values of one contrast lie side by side, as the sums over prompts read them.
+        costs = np.empty((len(rows), len(values)))
+        for cost, row in zip(costs, rows.values(), strict=True):
             weights = {place[mask]: weight for mask, weight in row[name].items()}
-            cost = values[:, [*weights]] @ np.array([*weights.values()])
-            mean, sem = mean_and_sem(cost)
-            found.setdefault(name, []).append(float(mean))
-            found.setdefault(f"{name}_sem", []).append(float(sem))
-            if name == "risk":
-                ratio, ratio_sem = ratio_and_sem(cost, values[:, 0])
-                found.setdefault("ratio", []).append(float(ratio))
-                found.setdefault("ratio_sem", []).append(float(ratio_sem))
-        found.setdefault(f"median_{names[-1]}", []).append(float(np.median(cost)))
-        few.append(bool(carried_by_few(cost)))
+            cost[:] = np.ascontiguousarray(values[:, [*weights]]) @ np.array([*weights.values()])
+        columns[name], columns[f"{name}_sem"] = mean_and_sem(costs.T)
+        if name == "risk":
+            ratios = [ratio_and_sem(cost, values[:, 0]) for cost in costs]
+            columns["ratio"], columns["ratio_sem"] = np.array(ratios, dtype=float).T
+    columns[f"median_{names[-1]}"] = np.median(costs, axis=1)
     mean, sem = mean_and_sem(values[:, 0])
-    columns = {name: np.array(column) for name, column in found.items()}
-    return Estimates(columns, np.array(few), (float(mean), float(sem)))
+    return Estimates(columns, carried_by_few(costs.T), (float(mean), float(sem)))

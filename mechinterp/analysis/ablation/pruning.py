@@ -23,8 +23,8 @@ from mechinterp.analysis.ablation.pruning_rules import (
     masked_by,
 )
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.probing.linear import cross_validated
-from mechinterp.analysis.result import HEADS, Table, records
+from mechinterp.analysis.probing.linear import cross_validated_probe
+from mechinterp.analysis.result import HEAD_COLUMNS, Table, records
 from mechinterp.analysis.stats import halves, mean_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import checkpoint_of
 from mechinterp.checkpoints.native.folder import require_new
@@ -35,7 +35,7 @@ from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import prompts_and_law, stream_width
 from mechinterp.models.run.predictor import Predictor, Source, predictor_of
 
-WIDE = 100
+WIDE_RANGE = 100
 """Ratio of the largest to the smallest risk above which the bars use a logarithmic axis."""
 COSTS = with_sem("risk", "ratio")
 RULES: dict[str, Rule] = {
@@ -65,7 +65,7 @@ class Refit:
 class Pruning(Result):
     """Cost of masking the heads that a rule drops, on prompts that did not choose them; nothing is retrained."""
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "kept": "True for heads that are kept.",
         "rise": "Rise of the excess risk when a head is masked, on the prompts that chose; the rule reads it.",
         "risk": "Excess risk of the pruned model on the other prompts.",
@@ -169,7 +169,7 @@ class Pruning(Result):
         title = "Excess risk of the full and the pruned model"
         figure = figures.bars([*frame["model"]], bars, title=title, y_title="excess risk (y²)")
         risks = frame[[names[0] for names in groups.values()]].to_numpy()
-        wide = risks.min() > 0 and risks.max() > WIDE * risks.min()
+        wide = risks.min() > 0 and risks.max() > WIDE_RANGE * risks.min()
         return figure.update_yaxes(type="log") if wide else figure
 
 
@@ -297,6 +297,6 @@ def refit_errors(
     """
     stream = predictor_of(source).streams(prompts, heads=gone)[-1, :, 0]
     exact = (each.double().numpy(force=True) for each in (stream, prompts.y_query))
-    (fitted,) = cross_validated(*exact)
+    (fitted,) = cross_validated_probe(*exact)
     clean = prompts.y_query_clean.double().numpy(force=True)
     return np.square(fitted.prediction - clean).mean(1), fitted.fit_sem(clean)

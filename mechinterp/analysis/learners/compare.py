@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from mechinterp.analysis.learners.learner_comparison import (
-    MODEL,
     LearnerComparison,
 )
 from mechinterp.analysis.learners.learner_rows import mean_losses, rows_at
 from mechinterp.analysis.learners.simple import CROSS_VALIDATED, FOR_SOME_TASKS, LEARNERS
 from mechinterp.analysis.stats import (
-    LARGEST,
+    LARGEST_PREDICTION,
     mean_and_sem,
     require_moderate,
 )
 from mechinterp.config import TaskConfig, TaskLike
+from mechinterp.figures import MODEL
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import law_in_force, prompts_and_law
 from mechinterp.models.run.predictor import Learner, Source, is_learner, learner_of, predictor_of
@@ -227,7 +227,7 @@ class _Comparison:
 
 def moderate(predictions: Tensor) -> bool:
     """True if all predictions are finite and their squares do not overflow."""
-    return bool(predictions.detach().abs().max() <= LARGEST)
+    return bool(predictions.detach().abs().max() <= LARGEST_PREDICTION)
 
 
 def overflow_note(lengths: Sequence[int]) -> str:

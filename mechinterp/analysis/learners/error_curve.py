@@ -7,7 +7,6 @@ import pandas as pd
 
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.learners.learner_comparison import (
-    MODEL,
     LearnerComparison,
     few_text,
     sharp,
@@ -15,16 +14,17 @@ from mechinterp.analysis.learners.learner_comparison import (
 from mechinterp.analysis.learners.pool_tasks import spread_lengths
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.config import TaskLike
+from mechinterp.figures import MODEL
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import prompts_and_law, require_prompts
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
 
-LEARNERS = ("ridge", "least_squares", "zero")
+CURVE_LEARNERS = ("ridge", "least_squares", "zero")
 """Learners beside the model; a task with a pool adds dmmse, one that drifts the Kalman filter, one with
 several noise levels adaptive ridge regression."""
-FEW = 4
+FOR_ONE_PASS = 4
 """Number of prompts that show whether one pass gives all lengths."""
-BAYES = ("kalman", "dmmse", "adaptive_ridge", "ridge_with_intercept", "ridge")
+BAYES_LEARNERS = ("kalman", "dmmse", "adaptive_ridge", "ridge_with_intercept", "ridge")
 """Learners that the model's loss is divided by: the first that is compared."""
 
 
@@ -35,7 +35,7 @@ class ErrorCurve(LearnerComparison):
     @property
     def best(self) -> str:
         """The Bayes predictor that `over_best` divides by."""
-        return next(name for name in BAYES if name in self.learners)
+        return next(name for name in BAYES_LEARNERS if name in self.learners)
 
     @property
     def over_best(self) -> float:
@@ -132,7 +132,7 @@ def error_curve(
     found = compare_learners(
         source,
         prompts,
-        learners=LEARNERS,
+        learners=CURVE_LEARNERS,
         context_lengths=lengths,
         task=task,
         n_prompts=n_prompts,
@@ -149,9 +149,9 @@ def usual_lengths(
     Shorter lengths than those of a checkpoint's training are left out: predictions there are
     arbitrary, and those of linear attention may overflow.
     """
-    given = prompts if prompts is None else prompts[:FEW]
+    given = prompts if prompts is None else prompts[:FOR_ONE_PASS]
     few, _ = prompts_and_law(
-        source, given, analysis="error_curve", task=task, n_prompts=FEW, repeated=True
+        source, given, analysis="error_curve", task=task, n_prompts=FOR_ONE_PASS, repeated=True
     )
     longest = few.x.shape[1]
     one_pass = not is_learner(source) and predictor_of(source).predict_at_every(few) is not None

@@ -10,13 +10,13 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.learners.nearest import NEAR
+from mechinterp.analysis.learners.nearest import NEAR_R2
 from mechinterp.analysis.learners.simple import LEARNERS
 from mechinterp.analysis.number_format import digits, explained, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.display import Result
+from mechinterp.figures import MODEL
 
-MODEL = figures.MODEL
 LARGEST_ERROR = 0.2
 """A sentence quotes a ratio of risks only if its standard error is at most this fraction of it."""
 
@@ -96,7 +96,9 @@ class LearnerComparison(Result):
         letter = LEARNERS[self.best].factor
         factor = f", {letter} = {with_error(first.factor, first.factor_sem)}" if letter else ""
         closest = (
-            "Closest to" if first.r2 >= NEAR else f"No learner is close (R² < {NEAR:g}); next:"
+            "Closest to"
+            if first.r2 >= NEAR_R2
+            else f"No learner is close (R² < {NEAR_R2:g}); next:"
         )
         text = f"{closest} {self.best}{factor}: {explained(first.r2, first.r2_sem)} after {self.trained[1]} pairs"
         for second in others[:1]:

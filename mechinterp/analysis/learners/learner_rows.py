@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.learners.learner_comparison import (
-    MODEL,
     LearnerComparison,
 )
 from mechinterp.analysis.learners.simple import fitted
@@ -19,10 +18,11 @@ from mechinterp.analysis.stats import (
 )
 from mechinterp.config import TaskConfig
 from mechinterp.display import with_sem
+from mechinterp.figures import MODEL
 from mechinterp.icl.prompts import Prompts
 
 Pairs = dict[str, tuple[np.ndarray | float, np.ndarray | float]]
-EXACT = 1e-9
+EXACT_RISK = 1e-9
 """A learner counts as exact if its error is below this fraction of that of predicting 0; no ratio
 to it is given."""
 
@@ -56,7 +56,7 @@ def rows_at(
         if index:
             unexplained, sem = ratio_and_sem(distance[:, index], np.square(f).mean(1))
             gap = distance[:, index] - distance[:, nearest]
-            exact = risk[:, index].mean() <= EXACT * zero
+            exact = risk[:, index].mean() <= EXACT_RISK * zero
             pairs |= {
                 "loss_gap": mean_and_sem(loss[:, 0] - loss[:, index]),
                 "ratio": (np.nan, np.nan) if exact else ratio_and_sem(risk[:, 0], risk[:, index]),
@@ -92,7 +92,7 @@ def mean_losses(
     *columns, zero = np.mean(losses, 0).T
     rows = []
     for name, own in zip(names, columns, strict=True):
-        exact = own.mean() <= EXACT * zero.mean()
+        exact = own.mean() <= EXACT_RISK * zero.mean()
         ratio = (np.nan, np.nan) if exact else ratio_and_sem(columns[0], own)
         pairs = zip(with_sem("loss", "ratio"), (*mean_and_sem(own), *ratio), strict=True)
         few = {"median_loss": np.median(own), "carried_by_few": bool(carried_by_few(own))}

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.labels import LEARNERS
+from mechinterp.analysis.labels import LEARNER_TEXTS
 from mechinterp.analysis.number_format import explained, with_error
 from mechinterp.analysis.stats import best_factor, estimates, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
@@ -22,17 +22,21 @@ from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import evaluation_prompts
 
-NEAR = 0.5
+NEAR_R2 = 0.5
 """R² of the nearest learner from which on it counts as close."""
 OMEGAS = 2 * np.geomspace(1, 0.03, 12)
 """Scales of the kernel smoothers that a model is compared with, in units of 1 / (E x_i^2
 sqrt(d_x)); each is tried with both signs."""
 UNSCALED = ("least_squares", "ridge")
 """Learners that are compared without a fitted factor."""
-FACTOR_OFF, ERRORS, LEAST_R2 = 0.1, 4.0, 0.05
-"""The task is doubted if the best factor on the prediction differs from 1 by more than FACTOR_OFF
-and by more than ERRORS standard errors. The R^2 at that factor must exceed LEAST_R2: otherwise the
-model does not do the task at all."""
+FACTOR_OFF = 0.1
+"""The task is doubted if the best factor on the prediction differs from 1 by more than this, and by more than
+`DOUBT_ERRORS` standard errors."""
+DOUBT_ERRORS = 4.0
+"""Number of standard errors of a clear doubt."""
+LEAST_R2 = 0.05
+"""The R² at the best factor must exceed this, and `DOUBT_ERRORS` standard errors: otherwise the model does not do the task
+at all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +56,8 @@ class Nearby:
 
     @property
     def is_near(self) -> bool:
-        """True if the R² of the nearest learner is at least NEAR."""
-        return bool(self.r2[0] >= NEAR)
+        """True if the R² of the nearest learner is at least NEAR_R2."""
+        return bool(self.r2[0] >= NEAR_R2)
 
     def records(self) -> list[dict[str, object]]:
         """One dict per learner."""
@@ -62,12 +66,12 @@ class Nearby:
 
     def in_words(self, n: int = 0) -> str:
         """Name of a learner with its R²."""
-        return f"{LEARNERS[self.learners[n]]}, {explained(self.r2[n], self.r2_sem[n])}"
+        return f"{LEARNER_TEXTS[self.learners[n]]}, {explained(self.r2[n], self.r2_sem[n])}"
 
     @property
     def sentence(self) -> str:
-        """The nearest learner, and whether its R² reaches NEAR."""
-        far = "" if self.is_near else f" (below {NEAR:g}: not close)"
+        """The nearest learner, and whether its R² reaches NEAR_R2."""
+        far = "" if self.is_near else f" (below {NEAR_R2:g}: not close)"
         return f"the nearest simple learner is {self.in_words()}{far}"
 
 
@@ -225,7 +229,9 @@ def task_doubt(factor: tuple[float, float], r2: tuple[float, float]) -> str:
     value, sem = factor
     off = abs(value - 1)
     clear = (
-        value > 0 and off > max(FACTOR_OFF, ERRORS * sem) and r2[0] > max(LEAST_R2, ERRORS * r2[1])
+        value > 0
+        and off > max(FACTOR_OFF, DOUBT_ERRORS * sem)
+        and r2[0] > max(LEAST_R2, DOUBT_ERRORS * r2[1])
     )
     if not clear:
         return ""

@@ -38,7 +38,7 @@ MOST_LENGTHS = 16
 ERROR_COLUMN = 5
 """Column of `Sample.squares` with the squared error of the model; the next columns are those of
 dMMSE and ridge."""
-DROPPED = 1000
+DROPPED_ONE_IN = 1000
 """One prompt in so many is dropped for the strategy."""
 PREDICTORS = ("model", "dmmse", "ridge")
 CLOSENESS_COLUMNS = {

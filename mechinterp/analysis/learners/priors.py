@@ -15,7 +15,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.learners.pool_tasks import (
     CLOSENESS_COLUMNS,
-    DROPPED,
+    DROPPED_ONE_IN,
     ERROR_COLUMN,
     PREDICTORS,
     TASK_KINDS,
@@ -235,7 +235,7 @@ def compare_priors(
     over_lengths = squares.mean(2)
     errors = over_lengths[..., ERROR_COLUMN:]
     trimmed, more = (
-        trimmed_closeness(over_lengths, one_in) for one_in in (DROPPED, DROPPED_AT_CHECK)
+        trimmed_closeness(over_lengths, one_in) for one_in in (DROPPED_ONE_IN, DROPPED_AT_CHECK)
     )
     strategy = _strategy(trimmed)
     return PriorComparison(

@@ -1,7 +1,7 @@
 """Table of simple learners of linear regression, and their fits to a model on given prompts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.stats import best_factor
+from mechinterp.analysis.learners.penalised import own_penalty, penalised
+from mechinterp.analysis.stats import FOLDS, best_factor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import (
     PENALTIES,
@@ -20,7 +21,6 @@ from mechinterp.icl.predictors import (
     kalman,
     nadaraya_watson,
     ridge,
-    ridge_path,
     vanilla_gd,
     zero_prediction,
 )
@@ -29,11 +29,9 @@ from mechinterp.icl.sparse_predictors import gradient_descent, preprocess_then_o
 
 STEPS = 128
 """Largest number of steps of `gd` and of `algorithm_1`."""
-FOLDS = 5
-"""Number of parts of the prompts in a cross-validation of the penalty."""
 KERNEL_PROMPTS = 8192
 """Largest number of prompts that omega of the kernel head is fitted to."""
-STEP = 1e-4
+OMEGA_STEP = 1e-4
 """Step of the differences that give derivatives with respect to omega, in units of 1 / E x_i^2."""
 Predictions = Float[np.ndarray, "prompt d_y"]
 
@@ -69,35 +67,6 @@ class Fit:
     """Standard error of `factor` over prompts."""
     setting: float = np.nan
     """omega of the kernel head (1/x^2), penalty (x^2) or number of steps; NaN if there is none."""
-
-
-def own_penalty(task: TaskConfig) -> tuple[float, ...]:
-    """Penalty of ridge regression at the task's own law, as the only one to choose from."""
-    return (task.posterior_penalty,)
-
-
-def centred(prompts: Prompts) -> tuple[Prompts, Float[Tensor, "batch d_y"]]:
-    """Prompts minus the means of x and y over the pairs of each, and the mean of y.
-
-    Example:
-        >>> x = torch.tensor([[[1.0], [3.0]]])
-        >>> prompts, mean = centred(Prompts.from_arrays(x, 5 * x, x[:, 0], 5 * x[:, 0]))
-        >>> prompts.x.flatten().tolist(), prompts.x_query.item(), mean.item()
-        ([-1.0, 1.0], -1.0, 10.0)
-    """
-    if not prompts.x.shape[1]:
-        return prompts, torch.zeros_like(prompts.y_query)
-    x, y = (each.mean(1) for each in (prompts.x, prompts.y))
-    less = {"x": prompts.x - x[:, None], "y": prompts.y - y[:, None]}
-    return replace(prompts, **less, x_query=prompts.x_query - x), y
-
-
-def penalised(prompts: Prompts, penalties: Sequence[float], *, intercept: bool = False) -> Tensor:
-    """Predictions [penalty, batch, d_y] of ridge regression; an intercept is not penalised."""
-    if not intercept:
-        return ridge_path(prompts, penalties)
-    centre, mean = centred(prompts)
-    return ridge_path(centre, penalties) + mean
 
 
 LEARNERS = {
@@ -261,7 +230,7 @@ def _through_omega(
     -H^-1 psi_i / n, where H has the second derivatives of D, and psi_i the first derivatives of the
     prompt's own |f_i - mu s_i|^2. The result is the motion of mu minus its motion at a fixed omega.
     """
-    prompts, step = prompts.to(torch.float64), STEP / prompts.x.square().mean().item()
+    prompts, step = prompts.to(torch.float64), OMEGA_STEP / prompts.x.square().mean().item()
     below, s, above = (
         nadaraya_watson(prompts, omega=omega + change, mu=1.0).numpy(force=True)
         for change in (-step, 0.0, step)

@@ -4,7 +4,6 @@ Between such heads and the prediction lie further layers, norms and MLPs, so tha
 what breaks when they are masked and not by their circuits.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,20 +23,21 @@ from mechinterp.analysis.classified import (
     is_behind,
     nearest_learners,
 )
-from mechinterp.analysis.labels import ALGORITHMS, ALGORITHMS_RANGE, NO_LABEL
-from mechinterp.analysis.learners.nearest import NEAR, evaluation, nearby, task_loss
+from mechinterp.analysis.labels import ALGORITHM_LABELS, ALGORITHMS_RANGE, NO_LABEL_TEXTS
+from mechinterp.analysis.learners.nearest import NEAR_R2, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.multi_layer.naming_result import Naming
 from mechinterp.analysis.multi_layer.naming_rules import UNSTRUCTURED, Limits
 from mechinterp.analysis.number_format import beside, digits, explained, with_error
-from mechinterp.analysis.result import HEADS, Table, records, tables_of
+from mechinterp.analysis.result import HEAD_COLUMNS, Table, records, tables_of
 from mechinterp.analysis.stats import best_factor
 from mechinterp.config import ModelConfig, TaskLike
 from mechinterp.display import frame_of, head_axes, head_names, with_sem
+from mechinterp.icl.algorithms import ALGORITHMS as LEARNERS
 from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 
-LISTED = 8
+MOST_UNCLEAR = 8
 """Most heads without a clear rise that are named."""
 CONSTANT = 1e-8
 """Variance over prompts, relative to the mean square, below which a prediction is one number."""
@@ -61,7 +61,7 @@ class LayeredClassification(Classified):
     """Evidence for the label of several layers; None for a single layer."""
     heads: Ablation
     """Excess risk of the full model, and its rise when a head is masked."""
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "label": "Name of the head: its layer and its number, as in L0H0.",
         "importance": "Share of the head in the rises of its layer, negative rises counted as 0.",
         "rise": "Excess risk with the head masked minus that of the full model.",
@@ -79,20 +79,20 @@ class LayeredClassification(Classified):
         """Verdict: what the model computes, how sure that is, and what is excluded."""
         pattern, algorithm = self.label, self.algorithm
         computes = ""
-        if pattern in NO_LABEL:
+        if pattern in NO_LABEL_TEXTS:
             none = "nothing that helps on its task (unstructured)"
             if pattern != UNSTRUCTURED:
-                none = NO_LABEL[pattern].format(kind="algorithms")
+                none = NO_LABEL_TEXTS[pattern].format(kind="algorithms")
             computes = f"{none}: {self.reason}"
         if algorithm is None or not algorithm.nearest:
             return nearest_learners(computes, self.near, doubt=self.task_doubt)
         number = explained(*algorithm.explained(algorithm.nearest))
         share = f"{pattern} in {algorithm.frequency.get(pattern, 0.0):.0%} of resamples"
         if computes:
-            sure = f"the nearest is {ALGORITHMS[algorithm.nearest].name}, {number}; {share}"
+            sure = f"the nearest is {ALGORITHM_LABELS[algorithm.nearest].name}, {number}; {share}"
         else:
-            label = ALGORITHMS[pattern]
-            numbers = _numbers(label.numbers, algorithm.scalars(pattern), algorithm.n_layers)
+            label = ALGORITHM_LABELS[pattern]
+            numbers = _numbers(pattern, algorithm.scalars(pattern), algorithm.n_layers)
             computes = f"{label.text} ({pattern})" + (f"; {numbers}" if numbers else "")
             fitted = "its numbers fitted on other prompts" if numbers else "with nothing fitted"
             sure = f"this formula, {fitted}, explains {number} of the predictions; {share}"
@@ -102,7 +102,7 @@ class LayeredClassification(Classified):
     @property
     def brief(self) -> str:
         """R² of the algorithm, or the reason that there is none."""
-        if self.label in NO_LABEL:
+        if self.label in NO_LABEL_TEXTS:
             return f"; {self.reason}"
         if self.algorithm is None or not self.algorithm.nearest:
             return ""
@@ -125,7 +125,7 @@ class LayeredClassification(Classified):
         less, names = int(clear.sum()) - len(shown), sorted(frame[~clear]["label"])
         rest = [f"{less} more heads, of less"] if less else []
         if names:
-            listed = ", ".join(names) if len(names) <= LISTED else f"{len(names)} heads"
+            listed = ", ".join(names) if len(names) <= MOST_UNCLEAR else f"{len(names)} heads"
             rest.append(f"within two standard errors of 0: {listed}")
         if rest:
             lines.append(f"  {'; '.join(rest)}{' (--wide)' if less else ''}")
@@ -146,7 +146,7 @@ class LayeredClassification(Classified):
             facts.append(self.near.sentence)
         sentences = [*self.summary, *(f"{each[0].upper()}{each[1:]}." for each in facts)]
         # Without a label the verdict has the reason already.
-        if self.algorithm is not None and self.label not in NO_LABEL:
+        if self.algorithm is not None and self.label not in NO_LABEL_TEXTS:
             sentences.append(self.algorithm.sentences()[0])
         return sentences
 
@@ -286,14 +286,18 @@ def _reason(
     return why
 
 
-def _numbers(letters: Sequence[str], values: Float[np.ndarray, " _"], n_layers: int) -> str:
-    """The fitted numbers, layer by layer."""
+def _numbers(label: str, values: Float[np.ndarray, " _"], n_layers: int) -> str:
+    """The fitted numbers of an algorithm, each with a value for every layer that has one."""
+    letters = ALGORITHM_LABELS[label].numbers
     if not letters:
         return ""
-    counts = [n_layers] + [len(values) - n_layers] * (len(letters) - 1)
-    parts = np.split(values, np.cumsum(counts)[:-1]) if len(letters) > 1 else [values]
+    scalars = next(each.scalars for each in LEARNERS if each.label == label)
+    counts = [len(scalar.layers(n_layers)) for scalar in scalars]
+    parts = np.split(values, np.cumsum(counts)[:-1])
     named = zip(letters, parts, strict=True)
-    return ", ".join(f"{letter} = {', '.join(map(digits, part))}" for letter, part in named)
+    return ", ".join(
+        f"{letter} = {', '.join(map(digits, part))}" for letter, part in named if len(part)
+    )
 
 
 def _others(algorithm: Naming) -> tuple[str, str]:
@@ -302,9 +306,9 @@ def _others(algorithm: Naming) -> tuple[str, str]:
     leads = {name: algorithm.lead(algorithm.nearest, name) for name in others}
     behind = [name for name in others if is_behind(*leads[name], Limits().tie)]
     texts = {
-        name: f"{ALGORITHMS[name].name}, R² = {algorithm.explained(name)[0]:.4f}, {beside(*leads[name])}"
+        name: f"{ALGORITHM_LABELS[name].name}, R² = {algorithm.explained(name)[0]:.4f}, {beside(*leads[name])}"
         for name in others
     }
     is_not = texts[behind[0]] if behind else NOTHING_EXCLUDED
-    near = [name for name in others if algorithm.explained(name)[0] >= NEAR]
+    near = [name for name in others if algorithm.explained(name)[0] >= NEAR_R2]
     return is_not, "; ".join(texts[name] for name in near if name not in behind)

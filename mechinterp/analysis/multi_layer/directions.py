@@ -13,18 +13,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mechinterp.analysis.one_layer.descent import ABSENT
+from mechinterp.analysis.one_layer.descent import LEAST_VARIANCE
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.predictors import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 
-STEP = 21
+CONTEXT_STEP = 21
 """Step of the random stream from which the contexts are drawn."""
 MOST_CONTEXTS, LEAST_CONTEXTS = 16, 2
 PROMPTS = 2048
 """Number of prompts that sets the number of contexts between both limits."""
-WIDE = 24
+MOST_DIRECTIONS = 24
 """From this d_x on, a query and a task vector lie along the same principal direction: pairs of them are too many."""
 
 
@@ -72,16 +72,16 @@ def directions_of(task: TaskConfig, context_length: int, seed: int) -> Direction
         return None
     Sigma = torch.from_numpy(covariance_matrix(law.covariance, law.d_x))
     values, vectors = torch.linalg.eigh(Sigma)
-    occur = values > ABSENT * values[-1]
+    occur = values > LEAST_VARIANCE * values[-1]
     roots, vectors = values[occur].sqrt(), vectors[:, occur]
     every = np.arange(len(roots))
-    query, beta = np.meshgrid(every, every) if law.d_x <= WIDE else (every, every)
+    query, beta = np.meshgrid(every, every) if law.d_x <= MOST_DIRECTIONS else (every, every)
     query, beta = query.ravel(), beta.ravel()
     n_contexts = int(np.clip(PROMPTS // len(query), LEAST_CONTEXTS, MOST_CONTEXTS))
     x = draw_prompts(
         law,
         n_contexts,
-        generator=generator_for(seed, "eval", STEP),
+        generator=generator_for(seed, "eval", CONTEXT_STEP),
         context_length=context_length,
         dtype=torch.float64,
     ).x.repeat_interleave(len(query), 0)
@@ -94,7 +94,7 @@ def directions_of(task: TaskConfig, context_length: int, seed: int) -> Direction
 
 
 @dataclass(frozen=True)
-class Progress:
+class LeastProgress:
     """Least progress of a model over that of an algorithm, over directions, layers and responses."""
 
     least: float
@@ -108,7 +108,7 @@ def progress_of(
     scalars: Float[np.ndarray, " scalar"],
     n_layers: int,
     columns: tuple[str, ...],
-) -> Progress:
+) -> LeastProgress:
     """Least progress of a model, relative to a learner with fitted scalars.
 
     Args:
@@ -125,14 +125,14 @@ def progress_of(
     linear = learner.linear_in_y
     by_learner = directions.progress(path, linear=linear)
     by_model = directions.progress(read(directions.prompts), linear=linear)
-    least = Progress(1.0, columns[-1])
+    least = LeastProgress(1.0, columns[-1])
     for layer, name in enumerate(columns):
         for A, C in zip(by_learner[layer], by_model[layer], strict=True):
             values, vectors = np.linalg.eigh(A)
-            moves = values > ABSENT * abs(values).max(initial=0)
+            moves = values > LEAST_VARIANCE * abs(values).max(initial=0)
             if not np.isfinite(C).all() or (linear and not moves.all()) or not moves.any():
                 continue
             scaled = vectors[:, moves] / np.sqrt(values[moves])
             ratio = float(np.linalg.eigvalsh(scaled.T @ C @ scaled)[0])
-            least = min(least, Progress(ratio, name), key=lambda each: each.least)
+            least = min(least, LeastProgress(ratio, name), key=lambda each: each.least)
     return least

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.multi_layer.directions import Progress
+from mechinterp.analysis.multi_layer.directions import LeastProgress
 from mechinterp.analysis.multi_layer.naming_prompts import (
     FIT_PROMPTS,
-    FITTED,
-    LAST,
-    SCORED,
+    FITTED_PROMPTS,
+    LAST_PREDICTION,
+    SCORED_PROMPTS,
+    NamingSetting,
     Predict,
-    Setting,
     squares,
 )
 from mechinterp.analysis.multi_layer.rests import Rest
@@ -52,7 +52,7 @@ class FitScores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
-    progress: Mapping[str, Progress] = field(default_factory=dict)
+    progress: Mapping[str, LeastProgress] = field(default_factory=dict)
     """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
     @property
@@ -82,16 +82,16 @@ class FitScores:
             "scalars": [", ".join(map(digits, each)) for each in self.scalars]
         }
         for n, column in enumerate(self.columns):
-            key = "r2" if column == LAST else f"{column.replace(' ', '_')}_r2"
+            key = "r2" if column == LAST_PREDICTION else f"{column.replace(' ', '_')}_r2"
             table |= {key: r2[:, n], f"{key}_sem": sem[:, n]}
         return pd.DataFrame(table, index=self.names)
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class FitTrial:
     """Prompts, targets and cached moments for fitting and scoring learners."""
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, NamingSetting]
     """The model's own length first, then other settings in which the model does its task."""
     task: TaskConfig
     n_layers: int
@@ -99,11 +99,11 @@ class Trial:
     """The last prediction, or the prediction after each layer, at the own length."""
     known_moments: dict[object, PromptMoments] = field(default_factory=dict)
     """Cache of `moments`, which trials of one model share."""
-    varied: Setting | None = None
+    varied: NamingSetting | None = None
     """Prompts of several noise levels, on which adaptive ridge is fitted; None: on those of the own length."""
 
     @property
-    def own(self) -> Setting:
+    def own(self) -> NamingSetting:
         return next(iter(self.settings.values()))
 
     @property
@@ -114,8 +114,12 @@ class Trial:
         """Moments of the prompts of a setting that are scored; "fit": those that are fitted to."""
         if (name, scale) not in self.known_moments:
             fit, own = name == "fit", self.settings.get(name) is self.own
-            prompts = self.own.prompts[FITTED][:FIT_PROMPTS] if fit else self.settings[name].prompts
-            prompts = prompts[SCORED] if own else prompts
+            prompts = (
+                self.own.prompts[FITTED_PROMPTS][:FIT_PROMPTS]
+                if fit
+                else self.settings[name].prompts
+            )
+            prompts = prompts[SCORED_PROMPTS] if own else prompts
             moments = (
                 PromptMoments(prompts, self.task) if scale == 1 else self.moments(name).times(scale)
             )
@@ -136,8 +140,8 @@ class Trial:
             starts: First scalars of the search, by label or name.
         """
         first, *others = self.settings
-        layers = [f"layer {n}" for n in range(self.n_own)] if self.n_own > 1 else [LAST]
-        sizes = [squares(self.own.predictions[SCORED])] * self.n_own
+        layers = [f"layer {n}" for n in range(self.n_own)] if self.n_own > 1 else [LAST_PREDICTION]
+        sizes = [squares(self.own.predictions[SCORED_PROMPTS])] * self.n_own
         sizes += [squares(self.settings[name].predictions) for name in others]
         error = np.full((len(learners), len(sizes), len(sizes[0])), np.nan)
         scalars = []
@@ -145,7 +149,9 @@ class Trial:
             start = (starts or {}).get(learner.label or learner.name)
             values = self._fitted(learner, start, n_starts, tolerance)
             path = learner.predictions(self.moments(first), values.tolist(), self.n_layers)
-            own = error[row, : self.n_own] = squares(path[-self.n_own :] - self.target[:, SCORED])
+            own = error[row, : self.n_own] = squares(
+                path[-self.n_own :] - self.target[:, SCORED_PROMPTS]
+            )
             if others and 1 - own.sum(1).max() / sizes[0].sum() >= LOOSE:
                 error[row, self.n_own :] = self._elsewhere(learner, values, others)
             scalars.append(values)
@@ -173,7 +179,7 @@ class Trial:
         """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""
         if learner.label == ADAPTIVE and self.varied is not None:
             return PromptMoments(self.varied.prompts, self.task), self.varied.predictions
-        wanted = self.target[:, FITTED][:, :FIT_PROMPTS]
+        wanted = self.target[:, FITTED_PROMPTS][:, :FIT_PROMPTS]
         return self.moments("fit"), wanted if self.n_own > 1 else wanted[0]
 
     def scalar_sems(

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.multi_layer.naming_prompts import (
-    SCORED,
+    SCORED_PROMPTS,
     USELESS,
+    NamingSetting,
     Predict,
-    Setting,
     isotropic,
     kept,
     relative_risk,
@@ -23,7 +23,7 @@ from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, generator_for
 
-ORDER = "same if the pairs change places"
+PAIR_ORDER = "same if the pairs change places"
 TIMES = "linear in y: times"
 ROOT = 0.5**0.5
 """Factor that keeps the variance of a sum of two independent values."""
@@ -45,7 +45,7 @@ class Identity:
 
 def satisfies(learner: Algorithm, identity: str) -> bool:
     """True if an algorithm satisfies an identity; all are linear in x_query."""
-    if identity == ORDER:
+    if identity == PAIR_ORDER:
         return not learner.along_pairs
     if identity.startswith("linear in y"):
         return learner.linear_in_y
@@ -57,17 +57,19 @@ def satisfies_all(learner: Algorithm) -> bool:
     return learner.linear_in_y and learner.equivariant and not learner.along_pairs
 
 
-def identities(predict: Predict, own: Setting, task: TaskConfig, seed: int) -> dict[str, Identity]:
+def identities(
+    predict: Predict, own: NamingSetting, task: TaskConfig, seed: int
+) -> dict[str, Identity]:
     """Identities of predictions, on the prompts of the scores.
 
     An identity is asked only if the law of the task makes the changed prompts as likely as the given ones, and the model
     does its task on them. The sum of two sparse task vectors is not sparse, and entries of fixed size have no other scale.
     """
-    prompts = own.prompts[SCORED]
-    known = own.predictions[SCORED]
+    prompts = own.prompts[SCORED_PROMPTS]
+    known = own.predictions[SCORED_PROMPTS]
     generator = generator_for(seed, "init", 2)
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
-    made = {ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
+    made = {PAIR_ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
     if not no_law(task):
         beta = prompts.task_vectors_at_every_x("an identity")[:, -1]
         x = prompts.x_query.roll(1, 0)

@@ -15,17 +15,17 @@ import pandas as pd
 import torch
 
 from mechinterp.analysis.multi_layer.directions import directions_of, law_of, progress_of
-from mechinterp.analysis.multi_layer.fits import ADAPTIVE, LOOSE, FitScores, Trial, predict_by
+from mechinterp.analysis.multi_layer.fits import ADAPTIVE, LOOSE, FitScores, FitTrial, predict_by
 from mechinterp.analysis.multi_layer.identities import (
-    ORDER,
+    PAIR_ORDER,
     TIMES,
     Identity,
     identities,
     satisfies_all,
 )
 from mechinterp.analysis.multi_layer.naming_prompts import (
+    NamingSetting,
     Predict,
-    Setting,
     Subject,
     candidates_of,
     other_drift,
@@ -33,7 +33,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
     relative_risk,
     varied_noise,
 )
-from mechinterp.analysis.multi_layer.naming_result import OWN, Naming
+from mechinterp.analysis.multi_layer.naming_result import OWN_COLUMN, Naming
 from mechinterp.analysis.multi_layer.naming_rules import (
     UNDETERMINED,
     Limits,
@@ -43,7 +43,7 @@ from mechinterp.analysis.multi_layer.naming_rules import (
     WhyNot,
     decide,
 )
-from mechinterp.analysis.multi_layer.rests import ROUNDING, reflected
+from mechinterp.analysis.multi_layer.rests import REST_ROUNDING, reflected
 from mechinterp.analysis.multi_layer.scaled import with_scaled
 from mechinterp.analysis.multi_layer.stream import path_of, step_effects
 from mechinterp.analysis.response.gate import Gate, gate_of
@@ -154,7 +154,7 @@ def _stands(answer: Naming) -> bool:
 
 
 def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
-    own = Setting.of(prompts, subject.predict(prompts))
+    own = NamingSetting.of(prompts, subject.predict(prompts))
     limits = Limits()
     settings = {"own length": own, **other_settings(subject, own, seed)}
     measured = measure(subject, settings, seed, limits)
@@ -177,7 +177,7 @@ def _named(subject: Subject, prompts: Prompts, seed: int) -> Naming:
 
 
 def _followed(
-    subject: Subject, own: Setting, measured: Measured, label: str
+    subject: Subject, own: NamingSetting, measured: Measured, label: str
 ) -> tuple[str, pd.DataFrame | None]:
     """Algorithm whose steps are put into the stream, the label if it is near after every layer, else the nearest; and the
     effects. Empty and None if no algorithm is near, or the source is a function."""
@@ -211,13 +211,13 @@ def labelled(measured: Measured, limits: Limits) -> tuple[Named, dict[str, float
 
 
 def measure(
-    subject: Subject, settings: Mapping[str, Setting], seed: int, limits: Limits
+    subject: Subject, settings: Mapping[str, NamingSetting], seed: int, limits: Limits
 ) -> Measured:
     """The numbers, without a label."""
     task = subject.task
     own = settings["own length"]
     asked = {name: each for name, each in settings.items() if each is own or each.useful}
-    trial = Trial(asked, task, subject.n_layers, own.predictions[None])
+    trial = FitTrial(asked, task, subject.n_layers, own.predictions[None])
     measured = Measured(own.relative_risk, _scale(own, task), trial.scores(()))
     if not measured.useful:
         return measured
@@ -244,14 +244,14 @@ def measure(
     last = trial.scores(members, starts, n_starts=2)
     own_tests = {}
     for m, each in enumerate(members):
-        if last.r2()[m, OWN] >= LOOSE and not satisfies_all(each):
+        if last.r2()[m, OWN_COLUMN] >= LOOSE and not satisfies_all(each):
             predict = predict_by(each, last.scalars[m], task, subject.n_layers)
-            alone = Setting(own.prompts, predict(own.prompts))
+            alone = NamingSetting(own.prompts, predict(own.prompts))
             own_tests[str(each.label)] = identities(predict, alone, task, seed)
     sems = {
         str(each.label): trial.scalar_sems(each, last.scalars[m])
         for m, each in enumerate(members)
-        if not each.has_path and each.scalars and last.r2()[m, OWN] >= limits.explained
+        if not each.has_path and each.scalars and last.r2()[m, OWN_COLUMN] >= limits.explained
     }
     predicted = lambda each: subject.predict(each)[None]  # noqa: E731
     last = with_scaled(last, trial, predicted, near, seed, rests=subject.is_function)
@@ -277,21 +277,21 @@ def _asked(
     Adaptive ridge is asked for a task of several noise levels, and for a function whose predictions do not scale with y.
     """
     members = candidates_of(subject.task)
-    a_set = ORDER in tests and tests[ORDER].mismatch() <= ROUNDING
+    a_set = PAIR_ORDER in tests and tests[PAIR_ORDER].mismatch() <= REST_ROUNDING
     if gate is not None and (gate.along or not subject.is_function):
         members = gate.asked(members)
     elif a_set or not subject.is_function:
         members = tuple(each for each in members if not each.along_pairs)
     scaled_y = [test.mismatch() for name, test in tests.items() if name.startswith(TIMES)]
-    adapts = subject.is_function and max(scaled_y, default=0.0) > ROUNDING
+    adapts = subject.is_function and max(scaled_y, default=0.0) > REST_ROUNDING
     if adapts or len(subject.task.noise_levels) > 1:
         return members
     return tuple(each for each in members if each.label != ADAPTIVE)
 
 
-def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate | None:
+def _gate(subject: Subject, own: NamingSetting, tests: Mapping[str, Identity]) -> Gate | None:
     """Reading of the response on the prompts of the model's own length."""
-    if ORDER in tests and tests[ORDER].mismatch() <= ROUNDING:
+    if PAIR_ORDER in tests and tests[PAIR_ORDER].mismatch() <= REST_ROUNDING:
         return None
     law = "unknown" if no_law(subject.task) else law_of(subject.task)
     for trim in TRIMS:
@@ -301,7 +301,12 @@ def _gate(subject: Subject, own: Setting, tests: Mapping[str, Identity]) -> Gate
 
 
 def _with_progress(
-    scores: FitScores, subject: Subject, own: Setting, read: Predict, limits: Limits, seed: int
+    scores: FitScores,
+    subject: Subject,
+    own: NamingSetting,
+    read: Predict,
+    limits: Limits,
+    seed: int,
 ) -> FitScores:
     """Scores with the model's progress relative to each algorithm that explains enough to give the label."""
     r2 = scores.r2()[:, : scores.n_own].min(1)
@@ -317,7 +322,7 @@ def _with_progress(
     return replace(scores, progress=found)
 
 
-def _scale(own: Setting, task: TaskConfig) -> Scale:
+def _scale(own: NamingSetting, task: TaskConfig) -> Scale:
     target = own.prompts.y_query_clean
     with np.errstate(invalid="ignore", over="ignore"):
         factor, _ = best_factor(own.predictions, target)

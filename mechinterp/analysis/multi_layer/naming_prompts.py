@@ -26,7 +26,7 @@ from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learn
 
 USELESS = 0.95
 """From this excess risk on, relative to that of predicting 0, a model does not do its task."""
-LAST = "last prediction"
+LAST_PREDICTION = "last prediction"
 OTHER_DRIFT = "other drift"
 NOISES = {"less noise": 0.01, "more noise": 10.0, "much noise": 100.0}
 """Factors on the noise variance of the law, by setting: a learner that estimates the noise changes with it. Trained
@@ -37,9 +37,9 @@ CONDITION = 30.0
 """Largest over smallest eigenvalue of the covariance with a wide spread."""
 DRIFT = 0.9
 """Drift of the prompts that algorithms along the pairs are asked on; 1 if the task drifts itself."""
-FITTED = slice(None, None, 2)
+FITTED_PROMPTS = slice(None, None, 2)
 """Prompts of the model's own length that learners are fitted to: the even ones."""
-SCORED = slice(1, None, 2)
+SCORED_PROMPTS = slice(1, None, 2)
 """Prompts of the model's own length that scores are taken on: the odd ones."""
 FIT_PROMPTS = 256
 """Largest number of prompts of a fit."""
@@ -111,7 +111,7 @@ def _checked(predictions: object, prompts: Prompts) -> Float[Tensor, "layer batc
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class NamingSetting:
     """Prompts and the model's predictions for them, without the thousandth of the prompts with the largest errors."""
 
     prompts: Prompts
@@ -120,7 +120,7 @@ class Setting:
     """Number of pairs, relative to the model's own length."""
 
     @classmethod
-    def of(cls, prompts: Prompts, predictions: Tensor, scale: float = 1.0) -> "Setting":
+    def of(cls, prompts: Prompts, predictions: Tensor, scale: float = 1.0) -> "NamingSetting":
         stay = torch.from_numpy(np.flatnonzero(kept(predictions, prompts.y_query_clean)))
         return cls(prompts[stay], predictions[stay], scale)
 
@@ -171,7 +171,7 @@ def drawn_at(task: TaskConfig, n_prompts: int, length: int, *, seed: int, step: 
     return draw_prompts(task, n_prompts, generator=generator, context_length=length, dtype=double)
 
 
-def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setting]:
+def other_settings(subject: Subject, own: NamingSetting, seed: int) -> dict[str, NamingSetting]:
     """Settings of half and twice the length, with a wide spread of x, and with less and more noise, that the model takes,
     on half as many prompts.
 
@@ -182,7 +182,7 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
     drawn = half + half // 999  # the worst thousandth is left out
     if no_law(task):
         short = own.prompts[:drawn].shortened(max(1, n // 2))
-        return {"half length": Setting.of(short, predict(short), short.x.shape[1] / n)}
+        return {"half length": NamingSetting.of(short, predict(short), short.x.shape[1] / n)}
     law = law_of(task)
     laws = {"half length": (law, max(1, n // 2)), "double length": (law, 2 * n)}
     if task.d_x > 1:
@@ -197,11 +197,11 @@ def other_settings(subject: Subject, own: Setting, seed: int) -> dict[str, Setti
     for step, (name, (each, length)) in enumerate(laws.items(), start=1):
         prompts = drawn_at(each, drawn, length, seed=seed, step=step)
         with suppress(ValueError):  # the model may have no room for such prompts
-            settings[name] = Setting.of(prompts, predict(prompts), length / n)
+            settings[name] = NamingSetting.of(prompts, predict(prompts), length / n)
     return settings
 
 
-def other_drift(subject: Subject, own: Setting, seed: int) -> dict[str, Setting]:
+def other_drift(subject: Subject, own: NamingSetting, seed: int) -> dict[str, NamingSetting]:
     """Prompts of the task with a drift, where forgetting shows; of a fixed task if the task drifts itself.
 
     None of them for prompts without a law, and for a law that has no drift.
@@ -217,11 +217,11 @@ def other_drift(subject: Subject, own: Setting, seed: int) -> dict[str, Setting]
     ):  # a pool, a sparsity, supports, one task vector for all responses, several noise levels
         return {}
     prompts = drawn_at(other, half + half // 999, n_pairs, seed=seed, step=DRIFTING)
-    setting = Setting.of(prompts, subject.predict(prompts))
+    setting = NamingSetting.of(prompts, subject.predict(prompts))
     return {OTHER_DRIFT: setting} if setting.useful else {}
 
 
-def varied_noise(subject: Subject, own: Setting, seed: int) -> Setting | None:
+def varied_noise(subject: Subject, own: NamingSetting, seed: int) -> NamingSetting | None:
     """Prompts of the task's noise level and of those of `NOISES`, each as often; None for prompts without a law, for a law
     of several levels, and for one that can have no other.
     """
@@ -236,4 +236,4 @@ def varied_noise(subject: Subject, own: Setting, seed: int) -> Setting | None:
     except ValueError:  # a pool or a drift
         return None
     prompts = drawn_at(other, FIT_PROMPTS, own.prompts.x.shape[1], seed=seed, step=VARIED)
-    return Setting.of(prompts, subject.predict(prompts))
+    return NamingSetting.of(prompts, subject.predict(prompts))

@@ -30,7 +30,7 @@ from mechinterp.display import Result
 
 UNSURE = ("frequency", "readings")
 """Rules that keep a label from standing although it is the one that the numbers earn."""
-OWN = 0
+OWN_COLUMN = 0
 """Column of the last prediction at the model's own length."""
 
 
@@ -137,8 +137,8 @@ class Naming(Named, Result):
         The error is that for these two: that another learner may be nearest on other prompts, and the fits, are left out.
         """
         last = self.measured.last
-        near, far = (last.error[last.names.index(name), OWN] for name in (first, second))
-        lead, sem = ratio_and_sem(far - near, last.size[OWN])
+        near, far = (last.error[last.names.index(name), OWN_COLUMN] for name in (first, second))
+        lead, sem = ratio_and_sem(far - near, last.size[OWN_COLUMN])
         return float(lead), float(sem)
 
     @property

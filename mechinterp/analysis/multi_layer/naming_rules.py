@@ -12,10 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.multi_layer.directions import Progress
+from mechinterp.analysis.multi_layer.directions import LeastProgress
 from mechinterp.analysis.multi_layer.fits import FitScores
 from mechinterp.analysis.multi_layer.identities import Identity, satisfies
-from mechinterp.analysis.multi_layer.naming_prompts import LAST, NOISES, OTHER_DRIFT, USELESS
+from mechinterp.analysis.multi_layer.naming_prompts import (
+    LAST_PREDICTION,
+    NOISES,
+    OTHER_DRIFT,
+    USELESS,
+)
 from mechinterp.analysis.multi_layer.scaled import scaled_name
 from mechinterp.analysis.one_layer.descent import DESCENDS
 from mechinterp.analysis.response.gate import Gate
@@ -263,7 +268,7 @@ def _factor(m: int, scores: FitScores, r2: np.ndarray, limits: Limits) -> WhyNot
     explains = with_factor - plain >= limits.of_rest * (1 - plain)
     # Factors are compared after rounding, so that 1.05 is within 1 ± 0.05.
     off = round(abs(factor - 1), 3) > limits.read_out
-    where = LAST if scores.n_own == 1 else "after every layer"
+    where = LAST_PREDICTION if scores.n_own == 1 else "after every layer"
     return WhyNot("factor", where, factor, limits.read_out) if off and explains else None
 
 
@@ -335,7 +340,7 @@ def _left(
     return WhyNot(rule, where, share, limit) if share > limit else None
 
 
-def _ascends(progress: Progress | None, limits: Limits) -> WhyNot | None:
+def _ascends(progress: LeastProgress | None, limits: Limits) -> WhyNot | None:
     """A direction of the task vector in which the model does not go with the algorithm."""
     if progress is None or progress.least >= limits.progress:
         return None

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.multi_layer.naming_prompts import LAST, NOISES, squares
+from mechinterp.analysis.multi_layer.naming_prompts import LAST_PREDICTION, NOISES, squares
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, generator_for
 
-ROUNDING = 1e-8
+REST_ROUNDING = 1e-8
 """A rest below this fraction of the model's mean square is rounding of the model or of the fit."""
-ELSEWHERE = 1e-4
+INEXACT = 1e-4
 """A rest below this fraction of the model's mean square counts as an inexact fit in settings that nothing was fitted to."""
 
 
@@ -35,7 +35,7 @@ class Rest:
     """Mean squares of the last prediction."""
     noise: float
     """Fraction that noise of weights keeps."""
-    columns: tuple[str, ...] = (LAST,)
+    columns: tuple[str, ...] = (LAST_PREDICTION,)
     """Predictions at the own length, then other settings."""
 
     def share(
@@ -45,7 +45,7 @@ class Rest:
         most, over columns with more than rounding. 0 if there is no such column."""
         counts = np.ones(len(self.size)) if counts is None else counts
         square, product = self.square @ counts, self.product @ counts
-        fitted = [ELSEWHERE if name in NOISES else ROUNDING for name in self.columns]
+        fitted = [INEXACT if name in NOISES else REST_ROUNDING for name in self.columns]
         more = np.flatnonzero(square > np.array(fitted) * (self.size @ counts))
         if not len(more):
             return 0.0, self.columns[0]
@@ -75,7 +75,7 @@ def rest_of(
     others: Sequence[Float[Tensor, "column prompt d_y"]],
     size: Float[np.ndarray, " prompt"],
     noise: float,
-    columns: tuple[str, ...] = (LAST,),
+    columns: tuple[str, ...] = (LAST_PREDICTION,),
 ) -> Rest:
     """Rest from the model minus the learner, on prompts and on their reflections."""
     if not others:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.multi_layer.fits import FitScores, Trial
-from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED, Predict
+from mechinterp.analysis.multi_layer.fits import FitScores, FitTrial
+from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED_PROMPTS, Predict
 from mechinterp.analysis.multi_layer.rests import reflected, rest_of
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
 
@@ -41,7 +41,7 @@ def scaled(learner: Algorithm) -> Algorithm:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ReflectedPrompts:
     """Predictions of a model on prompts and on their reflections, with the moments that learners need there."""
 
     columns: tuple[str, ...]
@@ -59,23 +59,27 @@ class Place:
         ]
 
 
-def places_of(trial: Trial, read: Predict, columns: Sequence[str], seed: int) -> list[Place]:
+def reflected_prompts(
+    trial: FitTrial, read: Predict, columns: Sequence[str], seed: int
+) -> list[ReflectedPrompts]:
     """The prompts of the scores at the own length, and those with other noise."""
     places = []
     for n, (name, setting) in enumerate(trial.settings.items()):
         if n > 0 and name not in NOISES:
             continue
-        prompts = setting.prompts if n > 0 else setting.prompts[SCORED]
-        own = trial.target[:, SCORED] if n == 0 else setting.predictions[None]
+        prompts = setting.prompts if n > 0 else setting.prompts[SCORED_PROMPTS]
+        own = trial.target[:, SCORED_PROMPTS] if n == 0 else setting.predictions[None]
         others = reflected(prompts, trial.task, seed)
         seen = own, *(read(each)[-len(own) :] for each in others)
         moments = trial.moments(name), *(PromptMoments(each, trial.task) for each in others)
-        places.append(Place(tuple(columns[: trial.n_own]) if n == 0 else (name,), seen, moments))
+        places.append(
+            ReflectedPrompts(tuple(columns[: trial.n_own]) if n == 0 else (name,), seen, moments)
+        )
     return places
 
 
 def with_scaled(
-    scores: FitScores, trial: Trial, read: Predict, near: float, seed: int, *, rests: bool
+    scores: FitScores, trial: FitTrial, read: Predict, near: float, seed: int, *, rests: bool
 ) -> FitScores:
     """Scores with scaled read-outs of the algorithms that are near, and with the rest that each of these leaves.
 
@@ -86,7 +90,7 @@ def with_scaled(
     """
     least, found = scores.r2()[:, : trial.n_own].min(1), {}
     rows = [m for m, each in enumerate(scores.learners) if each.label and least[m] >= near]
-    places = places_of(trial, read, scores.columns, seed) if rows and rests else []
+    places = reflected_prompts(trial, read, scores.columns, seed) if rows and rests else []
     for m in rows:
         learner = scaled(scores.learners[m])
         start = np.append(scores.scalars[m], 1.0)

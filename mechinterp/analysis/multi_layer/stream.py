@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.multi_layer.naming_prompts import (
-    FITTED,
-    SCORED,
+    FITTED_PROMPTS,
+    SCORED_PROMPTS,
+    NamingSetting,
     Predict,
-    Setting,
     Subject,
     drawn_at,
     relative_risk,
@@ -28,7 +28,7 @@ from mechinterp.models.run.predictor import Predictor
 
 MISSED = 0.02
 """Largest fraction of the prediction that a read-out of the last stream may miss."""
-PER_FEATURE = 8
+PROMPTS_PER_ENTRY = 8
 """Prompts for a fitted read-out, per entry of the stream."""
 PENALTY = 1e-9
 """Ridge penalty of a fitted read-out, relative to the mean square of an entry of the stream."""
@@ -38,7 +38,7 @@ STEP_PROMPTS = 512
 """Largest number of prompts on which steps are put into the stream."""
 
 
-def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, str]:
+def path_of(subject: Subject, own: NamingSetting, seed: int) -> tuple[Predict | None, str]:
     """Function that gives the prediction after each layer, by one linear read-out of the stream for all layers; and the
     read-out in words. None: the prediction after each layer is unknown, and why.
     """
@@ -63,7 +63,7 @@ def path_of(subject: Subject, own: Setting, seed: int) -> tuple[Predict | None, 
         W_U = weights.tensors["unembed.W_U"].cpu().double()
         if relative_risk(last @ W_U, own.predictions) <= MISSED:
             return read_by(W_U), "the unembedding"
-    needed = PER_FEATURE * last.shape[1]
+    needed = PROMPTS_PER_ENTRY * last.shape[1]
     prompts = own.prompts
     if not no_law(task):
         prompts = drawn_at(task, needed, prompts.x.shape[1], seed=seed, step=READING)
@@ -115,19 +115,21 @@ def step_effects(
     held = states(algorithm, scalars, prompts, task, predictor.n_layers)
     if len(prompts) < 4 * (held[0].shape[1] + task.d_x):
         return None
-    predicted = partial(_predictions, hooked, prompts[SCORED])
+    predicted = partial(_predictions, hooked, prompts[SCORED_PROMPTS])
     known = predicted()
     rows = []
     for layer in range(predictor.n_layers):
         before, after = streams[layer : layer + 2]
         at = (layer + 1, places[layer + 1])
         step = held[layer + 1] - held[layer]
-        put = predicted(at, before[SCORED] + step[SCORED] @ _map(step, after - before))
-        so_far = held[layer + 1][SCORED, : task.d_y]
+        put = predicted(
+            at, before[SCORED_PROMPTS] + step[SCORED_PROMPTS] @ _map(step, after - before)
+        )
+        so_far = held[layer + 1][SCORED_PROMPTS, : task.d_y]
         swap = so_far.roll(1, 0) - so_far
         # The stream holds x, too, so that the map has rows for it.
         image = _map(torch.cat([held[layer + 1], prompts.x_query], 1), after)[: task.d_y]
-        exchanged = predicted(at, after[SCORED] + swap @ image)
+        exchanged = predicted(at, after[SCORED_PROMPTS] + swap @ image)
         silent = so_far.abs().max() == 0
         change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
         rows.append((r2_and_sem(put, known)[0], change))
@@ -165,7 +167,9 @@ def _map(
     features: Float[Tensor, "prompt feature"], wanted: Float[Tensor, "prompt d_model"]
 ) -> Float[Tensor, "feature d_model"]:
     """Linear map from features that is nearest to the wanted values on even prompts."""
-    return torch.linalg.lstsq(features[FITTED], wanted[FITTED], driver="gelsd").solution
+    return torch.linalg.lstsq(
+        features[FITTED_PROMPTS], wanted[FITTED_PROMPTS], driver="gelsd"
+    ).solution
 
 
 def _predictions(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import HEADS, Table
+from mechinterp.analysis.result import HEAD_COLUMNS, Table
 from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
@@ -23,7 +23,7 @@ from mechinterp.models.run.predictor import Source, predictor_of
 
 ENTROPY_PROMPTS = 512
 """Largest number of prompts that the entropies are means over."""
-ROUNDING = 1e-3
+SUM_ROUNDING = 1e-3
 """Largest deviation of the sum of the weights from 1 that counts as rounding (half precision)."""
 MOST_NAMED = 4
 """Largest number of heads that a sentence names one by one; of more heads it names the strongest
@@ -53,7 +53,7 @@ class AttentionPatterns(Result):
     distribution."""
     entropy_sem: Float[np.ndarray, "layer head_of_layer"]
     """Standard error of `entropy` over prompts; NaN for fewer than 8 distinct ones."""
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "similarity": "Scalar product of the key's x and the query's x. A key that holds a y has the x of its pair.",
         "y": "Response y of each key; a key that holds an x has the y of its pair. 0 for the query.",
         "prompt": "Number of the prompt, from 0.",
@@ -310,7 +310,7 @@ def entropies(
     """Mean entropy of each head's weights over distinct prompts, in nats, and its standard error (NaN for fewer than 8);
     NaN if a weight is negative or they do not sum to 1."""
     least, furthest = patterns.min().item(), (patterns.sum(-1) - 1).abs().max().item()
-    if not (least >= 0 and furthest <= ROUNDING):
+    if not (least >= 0 and furthest <= SUM_ROUNDING):
         return (np.full((patterns.shape[0], patterns.shape[2]), np.nan),) * 2
     entropy = -torch.xlogy(patterns, patterns).sum(-1)
     by_prompt = entropy.transpose(0, 1).numpy(force=True)

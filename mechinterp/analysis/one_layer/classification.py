@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.circuits import NUMBERS, Circuits, entries
+from mechinterp.analysis.circuits import TOKEN_NUMBERS, Circuits, by_entry
 from mechinterp.analysis.classified import (
     NOTHING_EXCLUDED,
     Classified,
@@ -22,21 +22,21 @@ from mechinterp.analysis.classified import (
     nearest_learners,
 )
 from mechinterp.analysis.evidence import NUMBER_COLUMNS, Criterion, Number, require_text
-from mechinterp.analysis.labels import LEARNERS, NO_LABEL, PAIRS, PATTERNS, TEXTS
-from mechinterp.analysis.learners.nearest import NEAR, Nearby
+from mechinterp.analysis.labels import LEARNER_TEXTS, NO_LABEL_TEXTS, PAIRS, PATTERNS, TEXTS
+from mechinterp.analysis.learners.nearest import NEAR_R2, Nearby
 from mechinterp.analysis.number_format import beside, cell, digits, explained
 from mechinterp.analysis.one_layer.label_rules import Evidence
 from mechinterp.analysis.one_layer.qk_form import QKForm
 from mechinterp.analysis.one_layer.scales import Scales
-from mechinterp.analysis.result import HEADS, Band, Card, Table, known
+from mechinterp.analysis.result import HEAD_COLUMNS, Band, Card, Table, known
 from mechinterp.display import counted
 
 ADDS = "adds the y of tokens, weighted by the similarity of token and query"
-MOST_NUMBERS = 8
+MOST_LISTED = 8
 """More numbers than this are shown by their range."""
 NO_AVERAGE = ("{s}", "max({s}, 0)")
 """Weights of pairs that do not sum to 1."""
-RANDOM = ("qk_diagonal", "ov_last_entry")
+HEAD_P_VALUES = ("qk_diagonal", "ov_last_entry")
 """Numbers of heads that have a p-value under random heads."""
 UNSHOWN = ("unserved", "step")
 """Scales that are no numbers of evidence."""
@@ -53,13 +53,13 @@ class Classification(Evidence, Classified):
     heads_title: ClassVar = f"""Heads: share = part of the output; a head multiplies x·x by omega and y by mu
   head  label           share  omega (1/x²)  {"mu":>18}"""
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "share": "Standard deviation of a head's output over prompts, divided by the sum of these over heads.",
         "omega_form": "Factor of each head on the matrix that all heads share, if there is one; otherwise omega_mean.",
         "task_leak": "Second largest |mu_n| of a head divided by the largest; 0 for one response.",
         "label": "Kind of head: signs of omega and mu, or why the head has none.",
-        **{name: known(Circuits)[name] for name in ("omega", "omega_mean", "mu", *NUMBERS)},
-        **{f"{n}_p": f"Fraction of random heads that reach {n}." for n in RANDOM},
+        **{name: known(Circuits)[name] for name in ("omega", "omega_mean", "mu", *TOKEN_NUMBERS)},
+        **{f"{n}_p": f"Fraction of random heads that reach {n}." for n in HEAD_P_VALUES},
         **NUMBER_COLUMNS,
     }
     """Meanings of the columns that are no field."""
@@ -98,8 +98,8 @@ class Classification(Evidence, Classified):
         """Sentences: what the model computes, how certain that is, and which learners are ruled out."""
         pattern, near, p = self.label, self.near, self.p_values["task_r2"]
         chance = f"; {chance_text(p, self.n_random, 'random weights')}"
-        if pattern in NO_LABEL:
-            computes = f"{NO_LABEL[pattern].format(kind='formulas')}: {self.reason}"
+        if pattern in NO_LABEL_TEXTS:
+            computes = f"{NO_LABEL_TEXTS[pattern].format(kind='formulas')}: {self.reason}"
             return nearest_learners(computes, near, chance=chance, doubt=self.task_doubt)
         label, used = PATTERNS[pattern], self.components
         if pattern == "kernel_regression":
@@ -118,7 +118,7 @@ class Classification(Evidence, Classified):
         )
         others = [n for n, name in enumerate(near.learners) if name not in label.cases]
         behind = [n for n in others if is_behind(near.lead[n], near.lead_sem[n])]
-        close = [n for n in others if n not in behind and near.r2[n] >= NEAR]
+        close = [n for n in others if n not in behind and near.r2[n] >= NEAR_R2]
         alike = "; ".join(_other(near, n) for n in close)
         is_not = _other(near, behind[0]) if behind else NOTHING_EXCLUDED
         return Verdict(computes, sure, is_not, alike, self.task_doubt)
@@ -129,7 +129,7 @@ class Classification(Evidence, Classified):
         columns = {"share": self.share, "omega": scales.omega[0]}
         columns |= {"omega_mean": scales.omega_mean[0], "omega_form": self.omega_form}
         columns["mu"] = scales.mu[0]
-        for name in NUMBERS:
+        for name in TOKEN_NUMBERS:
             columns[name] = getattr(scales, name)[0]
             if name in self.head_p_values:
                 columns[f"{name}_p"] = self.head_p_values[name]
@@ -137,7 +137,7 @@ class Classification(Evidence, Classified):
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: label, share and circuit scalars, with p-values under random heads."""
-        frame = pd.DataFrame(entries(self._columns()))
+        frame = pd.DataFrame(by_entry(self._columns()))
         frame.insert(0, "head", range(len(frame)))
         frame.insert(1, "label", list(self.labels))
         return frame
@@ -164,7 +164,7 @@ class Classification(Evidence, Classified):
     @property
     def brief(self) -> str:
         """The R² behind the label, or the reason why there is none."""
-        if self.label in NO_LABEL:
+        if self.label in NO_LABEL_TEXTS:
             return f"; {self.reason}"
         return f", {explained(self.learner.r2, self.learner.r2_sem)}"
 
@@ -249,7 +249,7 @@ class Classification(Evidence, Classified):
                 meaning = ADDS
             facts, bands = {}, {}
             for name, values in ranged.items():
-                for column, of_heads in entries({name: values}).items():
+                for column, of_heads in by_entry({name: values}).items():
                     facts[column] = cell(of_heads[head])
                     if (band := self._band(name, of_heads[head])) is not None:
                         bands[column] = band
@@ -292,7 +292,7 @@ def _other(near: Nearby, n: int) -> str:
     """Another learner with its R², and how much lower that is than the R² of the formula."""
     name, lead = near.learners[n], beside(near.lead[n], near.lead_sem[n])
     scaled = "the formula" if name == "ridge" else "both"
-    return f"{LEARNERS[name]}, R² = {near.r2[n]:.4f}, {lead} ({scaled} at the best factor)"
+    return f"{LEARNER_TEXTS[name]}, R² = {near.r2[n]:.4f}, {lead} ({scaled} at the best factor)"
 
 
 def _smoother(
@@ -305,9 +305,9 @@ def _smoother(
             f"an average of y_l over {PAIRS} (kernel_regression): ŷ = {_vector(mu[0])} Σ_l w_l y_l, "
             f"w_l ∝ {weight}, Σ_l w_l = 1"
         )
-    pairs = zip(omega[:MOST_NUMBERS], mu, strict=False)
+    pairs = zip(omega[:MOST_LISTED], mu, strict=False)
     scales = "; ".join(f"μ = {_vector(m)}, ω = {digits(o)}" for o, m in pairs)
-    more = "; ..." if len(omega) > MOST_NUMBERS else ""
+    more = "; ..." if len(omega) > MOST_LISTED else ""
     return (
         f"a sum over heads h of averages of y_l over {PAIRS} (kernel_regression): ŷ = Σ_h μ_h Σ_l w_hl y_l, "
         f"w_hl ∝ {kernel.format(s=f'ω_h {similar}')}, Σ_l w_hl = 1; {scales}{more}"
@@ -344,6 +344,6 @@ def _vector(values: Sequence[float] | np.ndarray) -> str:
 
 def _list(values: Sequence[float] | np.ndarray) -> str:
     """A few numbers one by one; more numbers by their range."""
-    if len(values) > MOST_NUMBERS:
+    if len(values) > MOST_LISTED:
         return f"{len(values)} numbers from {digits(min(values))} to {digits(max(values))}"
     return f"({', '.join(f'{value:.2f}' for value in values)})"

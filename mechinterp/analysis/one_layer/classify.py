@@ -19,11 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.analysis.circuits import circuits, weights_of
+from mechinterp.analysis.circuits import circuits, require_weights
 from mechinterp.analysis.labels import PATTERNS_RANGE
 from mechinterp.analysis.learners.nearest import Evaluation, evaluation, nearby, task_loss
 from mechinterp.analysis.multi_layer.classify import LayeredClassification, layered_classification
-from mechinterp.analysis.one_layer.classification import RANDOM, Classification
+from mechinterp.analysis.one_layer.classification import HEAD_P_VALUES, Classification
 from mechinterp.analysis.one_layer.head_statistics import HeadStatistics, read_heads
 from mechinterp.analysis.one_layer.label_rules import (
     Decision,
@@ -57,13 +57,13 @@ from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 
-N_PROMPTS = 512
+N_LAYER_PROMPTS = 512
 """Default number of prompts for one layer of attention."""
 N_LAYERED_PROMPTS = 256
 """Default number of prompts for all other models."""
 READ_PROMPTS = 1024
 """Number of prompts for a linear read-out of attention."""
-CHUNK = 64
+READ_AT_ONCE = 64
 """Number of them that run at once: patterns of all at once are gigabytes."""
 
 
@@ -111,12 +111,12 @@ def classify(
     if one or task is not None or prompts is not None:
         law = task_for(source, task, "classify", prompts)
     if n_prompts is None:
-        n_prompts = N_PROMPTS if one else N_LAYERED_PROMPTS
+        n_prompts = N_LAYER_PROMPTS if one else N_LAYERED_PROMPTS
 
     def labelled(each: Source) -> Classification | LayeredClassification:
         if law is None or not one:
             return _classified_layers(each, law, n_prompts, seed, limits)
-        return _classified(weights_of(each, "classify"), law, n_prompts, seed, limits)
+        return _classified(require_weights(each, "classify"), law, n_prompts, seed, limits)
 
     sizes = None if law is None else (law.d_x, law.d_y)
     found = over_readings(source, labelled, sizes)
@@ -199,7 +199,7 @@ def _classified(
         task_leak=heads.task_leak,
         head_p_values={
             name: np.array([null.p_value(name, value) for value in getattr(heads, name)])
-            for name in RANDOM
+            for name in HEAD_P_VALUES
         },
         random_ranges=null.ranges,
         n_random=null.n_models,
@@ -278,7 +278,7 @@ def classify_circuits(
     score: str = "softmax",
     score_slope: float = 1.0,
     attend_to_self: bool = False,
-    n_prompts: int = N_PROMPTS,
+    n_prompts: int = N_LAYER_PROMPTS,
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Classification:
@@ -362,8 +362,10 @@ def read_through(weights: Weights, task: TaskConfig, *, seed: int = 0) -> tuple[
     prompts = evaluation_prompts(task, n_prompts=READ_PROMPTS, seed=seed)
     name, predicted, outputs = "blocks.0.hook_attn_out", [], []
     with torch.no_grad():
-        for start in range(0, READ_PROMPTS, CHUNK):  # patterns of all prompts at once are gigabytes
-            some = prompts[start : start + CHUNK]
+        for start in range(
+            0, READ_PROMPTS, READ_AT_ONCE
+        ):  # patterns of all prompts at once are gigabytes
+            some = prompts[start : start + READ_AT_ONCE]
             predicted.append(model.predict(some))
             _, cache = model.run_with_cache(some.tokens, names_filter=name)
             outputs.append(cache[name][:, -1])

@@ -17,7 +17,7 @@ from mechinterp.icl.prompts import covariance_matrix
 DESCENDS = 0.05
 """Smallest `descent` of a step that descends in every direction. A step with a `descent` below -0.05 ascends in some
 direction; between both limits it leaves directions out."""
-ABSENT = 1e-9
+LEAST_VARIANCE = 1e-9
 """Directions of x with a variance below this fraction of the largest do not occur."""
 
 
@@ -43,7 +43,7 @@ def descent(step: Float[Tensor, "d_y d_x d_x"], task: TaskConfig) -> float:
 
 def _of_response(G: Tensor, Sigma: Tensor, support: list[int]) -> float:
     variances, vectors = torch.linalg.eigh(Sigma[support][:, support])
-    occur = variances > ABSENT * variances[-1]
+    occur = variances > LEAST_VARIANCE * variances[-1]
     # Columns: Sigma beta for the beta of unit signal along each principal direction of the support.
     gradients = Sigma[:, support] @ (vectors[:, occur] / variances[occur].sqrt())
     values = torch.linalg.eigvalsh(gradients.mT @ (G + G.mT) @ gradients / 2)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp import heatmaps
-from mechinterp.analysis.result import HEADS, Table
+from mechinterp.analysis.result import HEAD_COLUMNS, Table
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import covariance_matrix
@@ -24,7 +24,10 @@ from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Heads, MergedHeads, Modes, SeparateHeads, modes
 from mechinterp.training.linear import task_moments
 
-REPEATED = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
+SAME_RATE = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
+UNDER_WAY = (0.1, 0.9)
+"""Learned fractions between which a component counts as partly learned; a wider range shows more
+components."""
 EQUAL = 0.05
 """Relative difference below which two things count as equal: the default of `Thresholds.equal`."""
 LEARNED = 0.5
@@ -67,7 +70,7 @@ def components(
     moments = task_moments(task)
     given = modes(moments)
     vectors = given.vectors.copy()
-    gaps = -np.diff(given.rates) > REPEATED * given.rates[0]
+    gaps = -np.diff(given.rates) > SAME_RATE * given.rates[0]
     for space in np.split(np.arange(len(given.rates)), 1 + np.flatnonzero(gaps)):
         basis = vectors[:, space]
         block = basis.T @ M @ basis
@@ -77,11 +80,6 @@ def components(
     off = float(moments.squared_norm(M - along)) / moments.yy
     count = int((learned > LEARNED).sum()) if off <= limit else None
     return Components(learned=learned, off_diagonal=off, n_components=count)
-
-
-UNDER_WAY = (0.1, 0.9)
-"""Learned fractions between which a component counts as partly learned; a wider range shows more
-components."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,7 +107,7 @@ class LinearComponents(Result):
         "value": "Value weights v_h.",
         "key": "K_h e_d; its norm over the rows of K_h for heads of rank 2 and more; None for merged heads.",
         "query": "Q_h e_d, with norms as in key.",
-        "head": HEADS["head"],
+        "head": HEAD_COLUMNS["head"],
         "component": "Principal component of x, 1 for the one learned first.",
     }
 

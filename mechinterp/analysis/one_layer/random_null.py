@@ -23,10 +23,10 @@ from mechinterp.training.one_layer.step import initial_weights
 
 SMALL_IS_STRUCTURE = ("omega_spread", "zero_sum")
 MIDDLE = (0.05, 0.95)
-ROUNDING = 1e-6
+ABSENT_PART = 1e-6
 """A part of a circuit counts as absent if its norm is below this fraction of the circuit's
 (rounding of float32)."""
-N_PROMPTS, HEADS_AT_ONCE = 512, 128
+N_NULL_PROMPTS, HEADS_AT_ONCE = 512, 128
 NULL_PAIRS = 2**18
 """Number of pairs in the prompts of random models: prompts of more than 512 pairs are fewer, at least 8."""
 MODELS, MODEL_HEADS = (100, 400), 6400  # at least 100, so that a p-value can be below 0.01
@@ -136,7 +136,7 @@ def is_bare(weights: Weights) -> bool:
         return False
     d_x = weights.d_x
     others = (weights.OV[:, :d_x], weights.OV), (weights.QK[:, :d_x, d_x:], weights.QK)
-    return all(bool(other.norm() <= ROUNDING * circuit.norm()) for other, circuit in others)
+    return all(bool(other.norm() <= ABSENT_PART * circuit.norm()) for other, circuit in others)
 
 
 def stripped(weights: Weights) -> Weights:
@@ -154,7 +154,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """R^2 of the idealised models, R^2 on the task, and shares of the heads; a few models at a
     time, in float32."""
-    n_prompts = min(N_PROMPTS, max(LEAST, NULL_PAIRS // task.context_length))
+    n_prompts = min(N_NULL_PROMPTS, max(LEAST, NULL_PAIRS // task.context_length))
     prompts = evaluation(task, n_prompts, 0, weights.model.attend_to_self).prompts.to(torch.float32)
     weights, ideal = weights.to(torch.float32), ideal.to(torch.float32)
     size = max(HEADS_AT_ONCE // n_heads, 1) * n_heads

@@ -23,7 +23,7 @@ from mechinterp.analysis.patching.pairing import (
     output_metric,
     put,
 )
-from mechinterp.analysis.result import HEADS
+from mechinterp.analysis.result import HEAD_COLUMNS
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
@@ -31,13 +31,13 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import Source, predictor_of
 
-STREAMS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+LAYER_ACTIVATIONS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Activations of a whole layer."""
 OF_MLPS = ("resid_mid", "mlp_out")
 """Activations that only a layer with an MLP has."""
 HEAD_PARTS = ("q", "k", "v", "z", "pattern")
 """Activations of a single head."""
-N_PROMPTS = 64
+N_PATCH_PAIRS = 64
 """Default number of pairs of prompts; every layer, position and head needs one run on them."""
 
 
@@ -45,7 +45,7 @@ N_PROMPTS = 64
 class PatchedActivations(Result):
     """Change of a metric when the activation at one position is replaced by that of other prompts."""
 
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "activation": "Name of the patched activation: the residual stream, an output added to it, or a part of each head.",
         "effect": "Patched minus unpatched metric, mean over prompts; streams have no head axis.",
         "effect_sem": "Standard error of effect over prompts.",
@@ -98,7 +98,7 @@ def patch_activations(
     activation: str = "resid_pre",
     metric: Metric | None = None,
     task: TaskLike | None = None,
-    n_prompts: int = N_PROMPTS,
+    n_prompts: int = N_PATCH_PAIRS,
     seed: int = 0,
 ) -> PatchedActivations:
     """Change of a metric on corrupted prompts when the activation at one position is that of the clean prompts.
@@ -128,8 +128,8 @@ def patch_activations(
     """
     from transformer_lens.utilities import get_act_name  # slow import
 
-    if activation not in STREAMS + HEAD_PARTS:
-        known = ", ".join(STREAMS + HEAD_PARTS)
+    if activation not in LAYER_ACTIVATIONS + HEAD_PARTS:
+        known = ", ".join(LAYER_ACTIVATIONS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
     clean, corrupted = clean_and_corrupted(
         source,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.patching.edges import N_PAIRS, attribute_edges
+from mechinterp.analysis.patching.edges import N_EDGE_PAIRS, attribute_edges
 from mechinterp.analysis.patching.pairing import (
     GRAPHS,
-    Pair,
+    InputPair,
     clean_and_corrupted,
     hooks_of,
     written_at,
@@ -35,7 +35,7 @@ from mechinterp.progress import progress
 
 N_SIZES = 12
 """Default number of circuits that are measured."""
-SWITCHES = ("use_split_qkv_input", "use_hook_mlp_in")
+SPLIT_INPUTS = ("use_split_qkv_input", "use_hook_mlp_in")
 """Settings of a model that give every receiver its own copy of the stream."""
 UNDEFINED = dict.fromkeys(("cpr", "cpr_sem", "cmd", "cmd_sem"), np.nan)
 """Areas of a circuit that lacks an edge of the model."""
@@ -113,7 +113,7 @@ def circuit_faithfulness(
     nodes: str = "heads",
     sizes: Sequence[int] | None = None,
     task: TaskLike | None = None,
-    n_prompts: int = N_PAIRS,
+    n_prompts: int = N_EDGE_PAIRS,
     seed: int = 0,
 ) -> CircuitFaithfulness:
     """Faithfulness of a circuit and of its first edges, over their number.
@@ -156,8 +156,10 @@ def circuit_faithfulness(
     )
     if circuit is None:
         circuit = attribute_edges(source, clean, corrupted=corrupted, nodes=nodes).circuit()
-    pair = Pair.of(predictor_of(source).hooked, clean, corrupted, nodes=graph_named(circuit, nodes))
-    order = places_of(circuit, pair)
+    pair = InputPair.of(
+        predictor_of(source).hooked, clean, corrupted, nodes=graph_named(circuit, nodes)
+    )
+    order = edge_places(circuit, pair)
     counts = _counts(sizes, len(order), int(pair.edges.sum()))
     shown = progress(counts.tolist(), "keeping edges")
     metric = np.stack([_metric_of(pair, order, count) for count in shown], 1)
@@ -224,7 +226,7 @@ def graph_named(circuit: pd.DataFrame, nodes: str) -> str:
     return named[0]
 
 
-def places_of(circuit: pd.DataFrame, pair: Pair) -> Int[np.ndarray, "edge 2"]:
+def edge_places(circuit: pd.DataFrame, pair: InputPair) -> Int[np.ndarray, "edge 2"]:
     """Indices of the sender and the receiver of each edge of a circuit.
 
     Raises:
@@ -259,7 +261,7 @@ def _counts(sizes: Sequence[int] | None, n_circuit: int, n_edges: int) -> Int[np
 
 
 def _metric_of(
-    pair: Pair, order: Int[np.ndarray, "edge 2"], count: int
+    pair: InputPair, order: Int[np.ndarray, "edge 2"], count: int
 ) -> Float[np.ndarray, " prompt"]:
     """Metric with the first edges; more edges than the circuit has means all edges of the model."""
     kept = np.full(pair.edges.shape, count > len(order))
@@ -267,7 +269,7 @@ def _metric_of(
     return pair.metric(circuit_output(pair, kept)).double().numpy(force=True)
 
 
-def circuit_output(pair: Pair, kept: Kept) -> Tensor:
+def circuit_output(pair: InputPair, kept: Kept) -> Tensor:
     """Output of the model on the clean prompts if every edge that is not kept carries what its sender writes on the
     corrupted prompts.
 
@@ -316,7 +318,7 @@ class _CutEdges:
         return own + (shift if own.ndim == 4 else shift[:, :, 0])
 
 
-def _readers(pair: Pair) -> dict[str, list[int]]:
+def _readers(pair: InputPair) -> dict[str, list[int]]:
     """Receivers by the hook on their copies of the stream.
 
     Raises:
@@ -336,9 +338,9 @@ def _readers(pair: Pair) -> dict[str, list[int]]:
 @contextmanager
 def _own_inputs(model: Any) -> Iterator[None]:
     """Model whose receivers read copies of the stream of their own."""
-    before = {name: getattr(model.cfg, name) for name in SWITCHES}
+    before = {name: getattr(model.cfg, name) for name in SPLIT_INPUTS}
     try:
-        for name in SWITCHES:
+        for name in SPLIT_INPUTS:
             getattr(model, f"set_{name}")(True)
         yield
     finally:

@@ -7,7 +7,7 @@ sender writes on the clean prompts.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import groupby
 from typing import ClassVar
 
@@ -23,9 +23,9 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
     COMPONENTS,
+    InputPair,
     Metric,
     Node,
-    Pair,
     clean_and_corrupted,
     graph_of,
     layer_of,
@@ -44,11 +44,11 @@ from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
-LISTED = 12
+EDGES_SHOWN = 12
 """Number of edges in the figure."""
-N_PAIRS = 32
+N_EDGE_PAIRS = 32
 """Default number of pairs of prompts; every edge needs one run on them."""
-ROWS = 256
+PROMPTS_AT_ONCE = 256
 """Number of prompts that run side by side: several edges into one layer are patched together up to this number."""
 
 
@@ -130,7 +130,7 @@ class EdgeEffects(Result):
 
     def plot(self) -> go.Figure:
         """Edges with the largest effects, estimated and patched."""
-        top = self.to_frame().head(LISTED)
+        top = self.to_frame().head(EDGES_SHOWN)
         return figures.bars(
             (top["from"] + " to " + top["to"]).tolist(),
             {
@@ -152,7 +152,7 @@ def attribute_edges(
     ig_steps: int = 1,
     metric: Metric | None = None,
     task: TaskLike | None = None,
-    n_prompts: int = N_PAIRS,
+    n_prompts: int = N_EDGE_PAIRS,
     seed: int = 0,
 ) -> EdgeEffects:
     r"""Effects of all edges, estimated by gradients and measured by patching one edge at a time.
@@ -211,7 +211,7 @@ def attribute_edges(
     if isinstance(hooked.model, ModuleHooks):
         query_positions(hooked, clean)
         require_sum(hooked, hooked.inputs(clean))
-    pair = Pair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
+    pair = InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
     if isinstance(hooked.model, ModuleHooks):
         read = [name for node in pair.receivers for name in (node.hook, node.stream)]
         require_gradients(hooked, hooked.inputs(clean[:2]), read)
@@ -234,7 +234,7 @@ def attribute_edges(
 
 @torch.no_grad()
 def _by_maps(
-    pair: Pair, weights: Weights, ig_steps: int
+    pair: InputPair, weights: Weights, ig_steps: int
 ) -> tuple[
     Float[np.ndarray, "prompt sender receiver"], Float[np.ndarray, "prompt sender receiver"]
 ]:
@@ -259,12 +259,15 @@ def _by_maps(
 
 
 def _map_estimates(
-    pair: Pair, maps: EdgeMaps, ig_steps: int
+    pair: InputPair, maps: EdgeMaps, ig_steps: int
 ) -> dict[int, Float[Tensor, "sender part head batch"]]:
     """First-order effects by layer that reads, from gradients averaged over points between corrupted and clean prompts."""
     shares = _shares(ig_steps)
     found = [dict(maps.estimates(pair.metric, share)) for share in shares]
-    return {layer: sum(each[layer] for each in found) / len(shares) for layer in found[0]}
+    return {
+        layer: reduce(torch.add, [each[layer] for each in found]) / len(shares)
+        for layer in found[0]
+    }
 
 
 def _place(node: Node, n_layers: int) -> tuple[int, int, int]:
@@ -281,7 +284,9 @@ def _shares(ig_steps: int) -> list[float]:
     return [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
 
 
-def estimated_effects(pair: Pair, ig_steps: int) -> Float[np.ndarray, "prompt sender receiver"]:
+def estimated_effects(
+    pair: InputPair, ig_steps: int
+) -> Float[np.ndarray, "prompt sender receiver"]:
     """First-order effects for each prompt; NaN where there is no edge."""
     effects = einsum(
         pair.moved,
@@ -291,7 +296,7 @@ def estimated_effects(pair: Pair, ig_steps: int) -> Float[np.ndarray, "prompt se
     return np.where(pair.edges, effects.double().numpy(force=True), np.nan)
 
 
-def _mean_gradients(pair: Pair, ig_steps: int) -> Float[Tensor, "batch pos receiver d_model"]:
+def _mean_gradients(pair: InputPair, ig_steps: int) -> Float[Tensor, "batch pos receiver d_model"]:
     """Gradient of each prompt's metric at the stream that each receiver reads, averaged over points between corrupted and
     clean prompts."""
     hooks = {name for node in pair.receivers for name in (node.hook, node.stream)}
@@ -321,7 +326,7 @@ def _through(node: Node, passed: dict[str, Tensor], outer: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _patches(pair: Pair) -> Float[np.ndarray, "prompt sender receiver"]:
+def _patches(pair: InputPair) -> Float[np.ndarray, "prompt sender receiver"]:
     """Effect of patching each edge, for each prompt; NaN where there is no edge."""
     hooked, edges = pair.hooked, pair.edges
     effects = np.full((len(pair.corrupted), *edges.shape), np.nan)
@@ -337,7 +342,7 @@ def _patches(pair: Pair) -> Float[np.ndarray, "prompt sender receiver"]:
 
 
 def _patched_readers(
-    pair: Pair, sender: int, stream: str, readers: list[int], streams: dict[str, Tensor]
+    pair: InputPair, sender: int, stream: str, readers: list[int], streams: dict[str, Tensor]
 ) -> Iterator[tuple[int, Float[Tensor, " batch"]]]:
     """Metric when one reader of a stream gets the sender's change, for each of its readers.
 
@@ -351,7 +356,7 @@ def _patched_readers(
     names = {pair.receivers[index].hook for index in readers}
     add = partial(_added, more=pair.moved[:, :, sender])
     _, read = hooked.run_noting(tokens, names, [(stream, add)], **start)
-    together = max(1, ROWS // batch) if hooked.restarts else 1
+    together = max(1, PROMPTS_AT_ONCE // batch) if hooked.restarts else 1
     for first in range(0, len(readers), together):
         chunk = readers[first : first + together]
         nodes = [pair.receivers[index] for index in chunk]

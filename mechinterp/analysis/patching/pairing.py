@@ -17,13 +17,14 @@ from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, class_name
 from mechinterp.models.run.evaluation import (
+    LEAST,
     distinct_pairs,
     evaluation_prompts,
     law_in_force,
     require_number,
     require_prompts,
 )
-from mechinterp.models.run.predictor import Source
+from mechinterp.models.run.predictor import Source, predictor_of
 
 COMPONENTS = ("q", "k", "v")
 GRAPHS = ("heads", "all")
@@ -153,7 +154,8 @@ def clean_and_corrupted(
         analysis, name: Name of the analysis and of its argument for clean prompts, for messages.
         task: Law of drawn prompts; None means the model's own.
     Raises:
-        ValueError: If `clean` or `corrupted` is something else, or prompts must be drawn for a model without a task.
+        ValueError: If `clean` or `corrupted` is something else, prompts must be drawn for a model without a task, or the
+            model's run on all of them does not fit into memory (before they are drawn).
     """
     require_prompts(clean, analysis, name=name)
     require_prompts(corrupted, analysis, name="corrupted")
@@ -163,6 +165,9 @@ def clean_and_corrupted(
         require_number(len(clean), what="distinct pairs of prompts")
         return clean, corrupted
     drawn = clean is None
+    if drawn and n_prompts > LEAST and not isinstance(source, TaskConfig):
+        few = evaluation_prompts(source, law=law, n_prompts=LEAST, seed=seed)
+        predictor_of(source).hooked.require_room(n_prompts, few)
     clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
     if corrupted is None and clean.beta is None:
         corrupted = with_permuted_y(clean, seed=seed)
@@ -257,7 +262,7 @@ def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tu
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class InputPair:
     """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
 
     hooked: HookedPredictor
@@ -279,7 +284,7 @@ class Pair:
         *,
         metric: Metric | None = None,
         nodes: str = "heads",
-    ) -> "Pair":
+    ) -> "InputPair":
         """Pair of prompts for a model.
 
         Raises:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.stats import loss_and_r2
+from mechinterp.analysis.stats import FOLDS, loss_and_r2
 
-PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
+PROBE_PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 """Penalties that are tried, in units of the features' mean square."""
-FOLDS = 5
-"""Number of parts of the prompts; each is predicted from the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +62,7 @@ class HeldOut:
         return float(spread * np.square(self.root.T @ (self.root * sizes[:, None])).sum())
 
 
-def cross_validated(
+def cross_validated_probe(
     features: Float[np.ndarray, "prompt feature"], *targets: Float[np.ndarray, "prompt _"]
 ) -> list[HeldOut]:
     """Ridge predictions of each target: each fifth of the prompts is predicted from the other four.
@@ -72,7 +70,7 @@ def cross_validated(
     With fewer prompts than features, a large penalty wins.
     """
     fold_of, together = np.arange(len(features)) % FOLDS, np.hstack(targets)
-    predictions = np.zeros((len(PENALTIES), *together.shape))
+    predictions = np.zeros((len(PROBE_PENALTIES), *together.shape))
     for fold in range(FOLDS):
         seen, unseen = fold_of != fold, fold_of == fold
         for row, weights in enumerate(fit_ridge(features[seen], together[seen])):
@@ -82,17 +80,17 @@ def cross_validated(
     ends, held_out = np.cumsum([target.shape[1] for target in targets]), []
     for target, predicted in zip(targets, np.split(predictions, ends[:-1], axis=2), strict=True):
         best = int(np.square(predicted - target).mean((1, 2)).argmin())
-        sizes = values + PENALTIES[best] * size
+        sizes = values + PROBE_PENALTIES[best] * size
         freedom = float(np.square(values / sizes).sum())
         root = centred @ vectors / np.sqrt(sizes)
-        held_out.append(HeldOut(predicted[best], target, PENALTIES[best], root, freedom))
+        held_out.append(HeldOut(predicted[best], target, PROBE_PENALTIES[best], root, freedom))
     return held_out
 
 
 def fit_ridge(
     features: Float[np.ndarray, "row feature"], targets: Float[np.ndarray, "row target"]
 ) -> list[Float[np.ndarray, "feature_and_one target"]]:
-    """Weights for each of `PENALTIES`, with the constant in the last row; penalties are in units of
+    """Weights for each of `PROBE_PENALTIES`, with the constant in the last row; penalties are in units of
     the features' mean square.
 
     Example:
@@ -105,7 +103,7 @@ def fit_ridge(
     values, vectors, size = _decomposed(features - centre)
     moments = vectors.T @ ((features - centre).T @ (targets - level))
     fits = []
-    for penalty in PENALTIES:
+    for penalty in PROBE_PENALTIES:
         weights = vectors @ (moments / (values + penalty * size)[:, None])
         fits.append(np.vstack([weights, level - centre @ weights]))
     return fits

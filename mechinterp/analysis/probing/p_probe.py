@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
-from mechinterp.analysis.probing.targets import reweighted
+from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import mean_and_sem
 from mechinterp.config import TaskLike

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.number_format import cell
-from mechinterp.analysis.probing.linear import cross_validated
+from mechinterp.analysis.probing.linear import cross_validated_probe
 from mechinterp.analysis.probing.read_out import PLACE, ReadOut, over_places, read_out_at_places
 from mechinterp.analysis.probing.targets import (
     READ_OUT,
@@ -256,7 +256,7 @@ def _layer_probes(
         for column, place in enumerate(places):
             fitted, scored = noisy[:, place], clean[:, place]
             features = layers[layer, :, column]
-            own, control = cross_validated(features, fitted, fitted[shuffled])
+            own, control = cross_validated_probe(features, fitted, fitted[shuffled])
             control_r2 = control.scores(scored[shuffled])[2:]
             columns.append([*own.scores(scored), *control_r2, own.penalty])
     shape = (len(layers), len(places))

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.probing.linear import cross_validated
+from mechinterp.analysis.probing.linear import cross_validated_probe
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
 from mechinterp.config import TaskLike
@@ -176,7 +176,7 @@ def read_out_at_places(
     own = read.double().numpy(force=True)
     for index, stream in enumerate(progress(streams, "reading out")):
         features = stream.double().numpy(force=True)
-        for target, fitted in zip(targets, cross_validated(features, *targets), strict=True):
+        for target, fitted in zip(targets, cross_validated_probe(features, *targets), strict=True):
             as_is = loss_and_r2(own[index], target)
             rows.append([*as_is, *fitted.scores(target), fitted.penalty])
     names = [f"{of}_{name}" for of in ("own", "fitted") for name in with_sem("loss", "r2")]

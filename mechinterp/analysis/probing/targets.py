@@ -1,65 +1,27 @@
-"""Targets of linear probes: functions of the prompts."""
+"""Targets of linear probes by name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.probing.target_functions import (
+    TargetValues,
+    preconditioned,
+    responses,
+    reweighted,
+    vectors_of_prompts,
+)
 from mechinterp.icl.prompts import Prompts
 
-Values = Float[Tensor, "batch pos target"]
-Target = Callable[[Prompts], Values | tuple[Values, Values]]
+Target = Callable[[Prompts], TargetValues | tuple[TargetValues, TargetValues]]
 """Function from prompts to the values [batch, pos, target] that a probe is fitted to; or to these and the values without
 noise that it is scored against."""
 READ_OUT = "read_out"
 """Name of the read-outs of the stream at the query, place by place."""
-
-
-def responses(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Response at each position: with noise to fit to, and without noise (if known) to score
-    against."""
-    noisy = torch.cat([prompts.y, prompts.y_query[:, None]], dim=1)
-    known = prompts.knows_task_vectors
-    context = prompts.y_without_noise("a probe of y") if known else prompts.y
-    clean = torch.cat([context, prompts.y_query_clean[:, None]], dim=1)
-    return noisy, clean
-
-
-def reweighted(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """Covariates of each position times the context's correlations, r_j x_j with r = (1/L) sum_l
-    y_l x_l.
-
-    With several responses, y is their mean. A preprocessing first layer (Algorithm 1) writes this.
-    """
-    correlations = (prompts.x.mT @ prompts.y / prompts.x.shape[1]).mean(2)
-    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-    return x * correlations[:, None], x * correlations[:, None]
-
-
-def preconditioned(prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """(S - 1) x at each position, with the context's covariance S = (1/L) sum_l x_l x_l^T.
-
-    A first layer that preconditions the descent of later layers without using y writes this.
-    """
-    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-    target = x @ (prompts.x.mT @ prompts.x / prompts.x.shape[1]) - x
-    return target, target
-
-
-def task_vectors(prompts: Prompts) -> Values:
-    """Task vector beta, all d_x d_y entries; the same at each position unless the task drifts.
-
-    Raises:
-        ValueError: If the prompts come without task vectors.
-    """
-    return prompts.task_vectors_at_every_x("a probe of beta").flatten(2)
-
-
 STRUCTURES: dict[str, Target] = {"reweighted x": reweighted, "preconditioned x": preconditioned}
 """Possible outputs of a first layer: x reweighted, times the context's correlations with y (Algorithm 1); x
 preconditioned, (S - 1) x with the context's covariance S."""
-TARGETS: dict[str, Target] = {"y": responses, "beta": task_vectors, **STRUCTURES}
+PROBE_TARGETS: dict[str, Target] = {"y": responses, "beta": vectors_of_prompts, **STRUCTURES}
 """Targets by name, besides "read_out"."""
 
 
@@ -86,20 +48,20 @@ def named_targets(
         listed = [targets]
     chosen: dict[str, Target] = {}
     for each in listed:
-        if not callable(each) and each not in (*TARGETS, READ_OUT):
-            known = ", ".join((*TARGETS, READ_OUT))
+        if not callable(each) and each not in (*PROBE_TARGETS, READ_OUT):
+            known = ", ".join((*PROBE_TARGETS, READ_OUT))
             raise ValueError(f"targets must be functions of prompts or of {known}, got {each!r}.")
         name = getattr(each, "__name__", type(each).__name__) if callable(each) else each
         if name in chosen:
             raise ValueError(f"targets must have different names, got {name!r} twice.")
         if name != READ_OUT:
-            chosen[name] = each if callable(each) else TARGETS[each]
+            chosen[name] = each if callable(each) else PROBE_TARGETS[each]
     if not listed:
         raise ValueError("targets must name at least one target, got none.")
     return chosen, READ_OUT in listed
 
 
-def values_of(name: str, target: Target, prompts: Prompts) -> tuple[Values, Values]:
+def values_of(name: str, target: Target, prompts: Prompts) -> tuple[TargetValues, TargetValues]:
     """Values that a probe is fitted to, and values that it is scored against.
 
     Raises:

@@ -19,9 +19,10 @@ LEAST_LEFT = 1e-4
 """Smallest part left that is drawn."""
 LEAST_MISMATCH, MOST_MISMATCH = 1e-6, 1.0
 """Limits of the axis of mismatches; values outside are drawn at the limit."""
-ROW = 240
+ROW_HEIGHT = 240
 """Height of a row of panels, in pixels."""
-MODEL, BAYES = figures.COLORS[0], figures.QUIET_COLOR
+RESPONSE_COLOR = figures.COLORS[0]
+BAYES_COLOR = figures.QUIET_COLOR
 BESIDE_COLORS = (figures.COLORS[4], figures.COLORS[2])
 """Colours of the learners beside the model."""
 
@@ -46,7 +47,7 @@ def panels(found: Sequence[Frames], names: Sequence[str] = ()) -> go.Figure:
             draw(figure, each, row + 1, column + 1, first=n == 0)
             if n:
                 figure.update_yaxes(title_text="", row=row + 1, col=column + 1)
-    figure = figures.finish(figure, "Response", height=rows * ROW + 120, top=90)
+    figure = figures.finish(figure, "Response", height=rows * ROW_HEIGHT + 120, top=90)
     figure.update_layout(title_text=reading.headline(found[0]) if one else "Responses")
     figure.update_layout(legend={"y": -0.12 if one else -0.06})
     return figure
@@ -66,7 +67,7 @@ def _filter(figure: go.Figure, found: Frames, row: int, column: int, *, first: b
             mode="lines",
             legendgroup="Bayes",
             showlegend=first,
-            line={"color": BAYES, "dash": "dash"},
+            line={"color": BAYES_COLOR, "dash": "dash"},
             **place,
         )
     for color, (name, rows) in zip(
@@ -90,7 +91,7 @@ def _filter(figure: go.Figure, found: Frames, row: int, column: int, *, first: b
         legendgroup="model",
         error_y={"type": "data", "array": frame.phi_sem, "thickness": 1},
         showlegend=first,
-        line={"color": MODEL},
+        line={"color": RESPONSE_COLOR},
         **place,
     )
     figure.update_xaxes(type="log", dtick="D2", title_text="eigenvalue s of XᵀX/L", **place)
@@ -105,7 +106,7 @@ def _position(figure: go.Figure, found: Frames, row: int, column: int, *, first:
         x=frame.age,
         y=frame.weight,
         mode="markers",
-        marker={"color": MODEL, "size": 5},
+        marker={"color": RESPONSE_COLOR, "size": 5},
         error_y={"type": "data", "array": frame.weight_sem, "thickness": 1},
         name="model",
         legendgroup="model",
@@ -161,7 +162,7 @@ def _left(figure: go.Figure, found: Frames, row: int, column: int, *, first: boo
     figure.add_bar(
         x=frame["columns"],
         y=np.maximum(frame["left"], LEAST_LEFT),
-        marker_color=MODEL,
+        marker_color=RESPONSE_COLOR,
         error_y={"type": "data", "array": frame.left_sem, "thickness": 1},
         name="part left",
         showlegend=False,

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 Estimate = tuple[float, float]
 """Value and standard error."""
-MEANINGS: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
+FRAME_MEANINGS: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
     "symmetries": {
         "symmetry": "Change of the prompt that leaves the best answer as it is, or turns its sign.",
         "mismatch": "E (f - f')^2 / (2 E f^2), f' the prediction after the change that it should follow: 0 if it follows.",

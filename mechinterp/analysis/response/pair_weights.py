@@ -44,7 +44,7 @@ def function_of(source: Source | Learner, layer: int | None = None) -> Learner:
     return one
 
 
-def parts_of(prompts: Prompts) -> Iterator[Prompts]:
+def chunks_of(prompts: Prompts) -> Iterator[Prompts]:
     """The prompts in parts of TOGETHER."""
     return (prompts[start : start + TOGETHER] for start in range(0, len(prompts), TOGETHER))
 
@@ -52,7 +52,7 @@ def parts_of(prompts: Prompts) -> Iterator[Prompts]:
 @torch.no_grad()
 def values(function: Learner, prompts: Prompts, output: int = 0) -> Float[np.ndarray, " batch"]:
     """Predictions of one response, in float64."""
-    parts = [function(part)[:, output] for part in parts_of(prompts)]
+    parts = [function(part)[:, output] for part in chunks_of(prompts)]
     return torch.cat(parts).double().numpy(force=True)
 
 
@@ -76,7 +76,7 @@ def pair_weights(
     column = output if of is None else of
     step = DIFFERENCE * float(prompts.y.std())
     parts = []
-    for part in parts_of(prompts):
+    for part in chunks_of(prompts):
         exact = _by_autograd(function, part, output)
         parts.append(
             _by_differences(function, part, output, column, step)

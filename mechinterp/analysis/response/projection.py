@@ -21,7 +21,7 @@ GROUPS = 32
 """Number of groups of prompts. More groups make the errors smoother and cost more."""
 JITTER = 1e-10
 """Relative size of the ridge that keeps the normal equations solvable."""
-Columns = Callable[["PromptArrays"], Float[np.ndarray, "batch context column"]]
+WeightColumns = Callable[["PromptArrays"], Float[np.ndarray, "batch context column"]]
 """Weights A of all columns on a part of the prompts."""
 
 
@@ -70,9 +70,9 @@ class PromptArrays:
         return np.einsum("ni,nli->nl", self.x_query, self.x)
 
     @cached_property
-    def modes(self) -> "Directions":
+    def modes(self) -> "SampleModes":
         """The prompts in the eigenvectors of S = X^T X / L."""
-        return Directions.of(self)
+        return SampleModes.of(self)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sums over each group of an array with one row per prompt, [group, ...]."""
@@ -80,7 +80,7 @@ class PromptArrays:
 
 
 @dataclass(frozen=True, eq=False)
-class Directions:
+class SampleModes:
     """Eigenvalues s_k of S = X^T X / L, and the query, y and a in its eigenvectors v_k."""
 
     s: Float[np.ndarray, "batch mode"]
@@ -93,7 +93,7 @@ class Directions:
     vectors: Float[np.ndarray, "batch d_x mode"]
 
     @classmethod
-    def of(cls, sample: PromptArrays) -> "Directions":
+    def of(cls, sample: PromptArrays) -> "SampleModes":
         context = sample.x.shape[1]
         kept = min(sample.x.shape[1:])
         s, vectors = np.linalg.eigh(sample.x.transpose(0, 2, 1) @ sample.x / context)
@@ -192,7 +192,7 @@ class Projection:
     """Squares of f."""
 
     @classmethod
-    def of_columns(cls, sample: PromptArrays, columns: Columns) -> "Projection":
+    def of_columns(cls, sample: PromptArrays, columns: WeightColumns) -> "Projection":
         """Projection on columns of weights [batch, context, column], one group of prompts at a time."""
 
         def of_part(part: PromptArrays) -> Iterator[np.ndarray]:

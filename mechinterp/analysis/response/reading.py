@@ -19,7 +19,7 @@ ONLINE = 0.01
 """Effect of earlier pairs, as a fraction of that of later ones, below which a learner is online."""
 FORGETS = 0.1
 """Fall of the weight from the newest to the oldest pair below which age does not matter."""
-ERRORS = 3
+CLEAR_ERRORS = 3
 """Number of standard errors of a difference that is stated."""
 POSTERIOR = 0.5
 """Share of what the filter leaves that the posterior mean of a pool must explain."""
@@ -47,7 +47,7 @@ def forgets(found: Frames, output: int = 0) -> bool:
     """True if the weight of a pair falls with its age by more than its error and FORGETS."""
     alpha, sem = found.scalar("alpha", output)
     fall = 1 - alpha ** (found.context_length - 1)
-    return bool(1 - alpha > ERRORS * sem and fall > FORGETS)
+    return bool(1 - alpha > CLEAR_ERRORS * sem and fall > FORGETS)
 
 
 def not_linear(found: Frames, output: int = 0) -> float:
@@ -153,25 +153,28 @@ def _parts(found: Frames, output: int) -> list[str]:
         share = _percent(left["left"][last], left["left_sem"][last])
         parts.append(f"all columns leave {share} of the squared predictions")
     else:
-        parts += against_bayes(found, output)
+        parts += bayes_sentences(found, output)
         share = _percent(left["left"]["filter"], left["left_sem"]["filter"])
         parts.append(f"the filter leaves {share} of the squared predictions")
     mean = found.scalar("mean of x", output)
-    if left["left"]["filter"] - left["left"]["+ mean of x"] > ERRORS * left.left_sem["+ mean of x"]:
+    if (
+        left["left"]["filter"] - left["left"]["+ mean of x"]
+        > CLEAR_ERRORS * left.left_sem["+ mean of x"]
+    ):
         parts.append(f"the mean of x is subtracted {with_error(*mean)} times")
     if "even in y" in set(found.scalars.name):
         even = found.scalar("even in y", output)
-        if even[0] > max(EVEN_SHARE, ERRORS * even[1]):
+        if even[0] > max(EVEN_SHARE, CLEAR_ERRORS * even[1]):
             parts.append(f"{_percent(*even)} does not change its sign with y")
     return parts
 
 
-def against_bayes(found: Frames, output: int = 0) -> list[str]:
+def bayes_sentences(found: Frames, output: int = 0) -> list[str]:
     """Directions whose weight differs from the Bayes learner's by more than 3 errors."""
     rows = found.of_output(found.differences, output)
     if rows.empty:
         return []
-    clear = (rows.difference.abs() > ERRORS * rows.difference_sem).to_numpy()
+    clear = (rows.difference.abs() > CLEAR_ERRORS * rows.difference_sem).to_numpy()
     under = clear & (rows.difference < 0).to_numpy()
     over = clear & (rows.difference > 0).to_numpy()
     s = rows.s.to_numpy()
@@ -202,7 +205,7 @@ def sentences(found: Frames) -> list[str]:
             found.scalar(name)
             for name in ("squared distance to Bayes", "share of it in the filter")
         )
-        if distance[0] > ERRORS * distance[1]:
+        if distance[0] > CLEAR_ERRORS * distance[1]:
             texts.append(
                 f"Its squared distance to the Bayes learner is {with_error(*distance)} y²; the "
                 f"difference of the filters makes up {_percent(*share)} of it."
@@ -215,7 +218,7 @@ def sentences(found: Frames) -> list[str]:
             f"predictions, and {digits(rows.bayes)} of the Bayes learner's."
         )
     disagreement = found.scalar("disagreement")[0]
-    if disagreement > ERRORS:
+    if disagreement > CLEAR_ERRORS:
         texts.append(
             f"Filters by gradients and by predictions differ by {digits(disagreement)} standard "
             "errors in the root mean square: y given x is not Gaussian, or f is not linear in y."

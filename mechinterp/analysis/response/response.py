@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 
 from mechinterp.analysis.response import figure, reading
-from mechinterp.analysis.response.frames import MEANINGS, OUTPUT, Frames
+from mechinterp.analysis.response.frames import FRAME_MEANINGS, OUTPUT, Frames
 from mechinterp.analysis.response.measured import (
     measured,
 )
@@ -76,7 +76,7 @@ class Response(Frames, Result):
                 getattr(self, name).copy(),
                 title,
                 brief=name in brief,
-                known={**MEANINGS[name], **OUTPUT},
+                known={**FRAME_MEANINGS[name], **OUTPUT},
             )
             for name, title in titles.items()
         }
@@ -139,6 +139,7 @@ def response(
         `name_algorithm`, `compare_learners`.
     Example:
         >>> from functools import partial
+        >>> from mechinterp.config import TaskConfig
         >>> from mechinterp.icl.predictors import vanilla_gd
         >>> found = response(
         ...     partial(vanilla_gd, eta=0.8), task=TaskConfig(d_x=3, context_length=12), n_prompts=256

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from mechinterp import figures
 from mechinterp.analysis.circuits import Circuits
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.result import HEADS, Table, known
+from mechinterp.analysis.result import HEAD_COLUMNS, Table, known
 from mechinterp.display import Result, counted
 from mechinterp.models.run.predictor import Source
 
@@ -25,11 +25,11 @@ CURVES = {
     "ov_norm": "Norm of OV",
 }
 """Columns of the heads that are drawn, with the titles of their axes."""
-LOSSES = ("eval_loss", "loss")
-MOST_HEADS = 8
+LOSS_COLUMNS = ("eval_loss", "loss")
+MOST_HEAD_CURVES = 8
 """Largest number of heads with a curve each; of more heads a curve is the root mean square over a layer."""
 
-NORMS = ("qk_diagonal", "qk_norm", "ov_last_entry", "ov_norm")
+HEAD_CURVES = ("qk_diagonal", "qk_norm", "ov_last_entry", "ov_norm")
 """Numbers of heads that are those of `circuits`."""
 
 
@@ -43,10 +43,10 @@ class History(Result):
     """Data of eval_loss."""
     how: str = ""
     """Sentence with optimiser, step size and logging interval; empty if unknown."""
-    COLUMNS: ClassVar = HEADS | {
+    COLUMNS: ClassVar = HEAD_COLUMNS | {
         "step": "Number of updates.",
         "eval_loss": "Loss on the same data at every step, which training never uses or of which it uses all.",
-        **{name: known(Circuits)[name] for name in NORMS},
+        **{name: known(Circuits)[name] for name in HEAD_CURVES},
         "omega": "Mean of omega over coordinates.",
         "mu": "Diagonal of OV on y, mean over responses.",
         "loss": "Mean training loss since the last row; NaN at step 0 and for weights from files.",
@@ -118,7 +118,7 @@ class History(Result):
         heads = {name: self.plot_heads(name) for name in CURVES if name in self.history}
         if self.heads("loss").columns.get_level_values("layer").nunique() == 1:
             return {"loss": self.plot_loss(), **heads}
-        return {name: self.plot_loss(name) for name in LOSSES} | heads
+        return {name: self.plot_loss(name) for name in LOSS_COLUMNS} | heads
 
     def plot(self) -> go.Figure:
         """omega of every head over training; of models without omega the loss."""
@@ -134,7 +134,7 @@ class History(Result):
         several = heads.columns.get_level_values("layer").nunique() > 1
         heads.columns = [f"L{n}H{h}" if several else f"head {h}" for n, h in heads.columns]
         title = f"{CURVES[name].partition(' (')[0]} during training"
-        if several and len(heads.columns) > MOST_HEADS:
+        if several and len(heads.columns) > MOST_HEAD_CURVES:
             layers = heads.columns.str.partition("H").get_level_values(0)
             heads = heads.pow(2).T.groupby(layers, sort=False).mean().pow(0.5).T
             title += ", root mean square over the heads of a layer"
@@ -160,7 +160,7 @@ class History(Result):
         few = np.r_[False, False, updates[1:] < updates[:-1] / 2][: len(self.step)]
         rows = self.per_step.assign(loss=self.per_step["loss"].where(~few))
         rows = rows[rows["step"] >= self.logarithmic]
-        curves = {name: rows[name].to_numpy() for name in names or LOSSES}
+        curves = {name: rows[name].to_numpy() for name in names or LOSS_COLUMNS}
         drawn: dict[str, figures.Curve] = {n: v for n, v in curves.items() if np.isfinite(v).any()}
         if "eval_loss_sem" in rows and "eval_loss" in drawn:
             drawn["eval_loss"] = (curves["eval_loss"], rows["eval_loss_sem"].to_numpy())

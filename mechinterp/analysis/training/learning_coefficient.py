@@ -22,7 +22,7 @@ from mechinterp import figures
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.cost_of_chains import Cost
 from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss, quick_parts
-from mechinterp.analysis.training.minimum import FALL, descend, fall_nearby, why_no_minimum
+from mechinterp.analysis.training.minimum import FALL, fall_nearby, lowest_nearby, why_no_minimum
 from mechinterp.analysis.training.sampler import (
     Chains,
     LocalLoss,
@@ -227,7 +227,7 @@ def local_learning_coefficient(
     moved = 0.0
     if settle:
         cost.check()
-        settled, _ = descend(Tempered(local, sampler.nbeta, 0.0), most=20_000)
+        settled, _ = lowest_nearby(Tempered(local, sampler.nbeta, 0.0), most=20_000)
         moved = float(np.linalg.norm(settled - local.at))
         local = replace(local, at=settled)
     first, *curve = (

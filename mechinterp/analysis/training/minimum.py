@@ -30,14 +30,14 @@ def fall_nearby(law: Tempered) -> tuple[float, bool]:
         look = Tempered(
             replace(law.loss, function=law.loss.first_look), law.nbeta, law.localization
         )
-        lower, _ = descend(look, enough=2 * FALL)
+        lower, _ = lowest_nearby(look, enough=2 * FALL)
         fall = -float(law.energy(lower[None])[0][0])
         if fall > FALL:
             return fall, True
-    return descend(law)[1], False
+    return lowest_nearby(law)[1], False
 
 
-def descend(
+def lowest_nearby(
     law: Tempered, *, most: int = 200, enough: float = math.inf
 ) -> tuple[Float[np.ndarray, " weight"], float]:
     """Lowest weights that descent finds within the pull, and the decrease of nbeta L.

@@ -93,6 +93,10 @@ class Chains:
         return (self.n_warmup + self.n_draws) * self.n_leapfrog
 
 
+PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
+"""Default chains for a loss on prompts, where a gradient takes milliseconds."""
+
+
 def changed_chains(chains: Chains, settings: Mapping[str, object]) -> Chains:
     """Chains with other settings, by name.
 
@@ -107,10 +111,6 @@ def changed_chains(chains: Chains, settings: Mapping[str, object]) -> Chains:
         if name not in known:
             raise ValueError(f"chains must have settings among {', '.join(known)}, got {name!r}.")
     return replace(chains, **settings)  # type: ignore[arg-type]
-
-
-PROMPT_CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
-"""Default chains for a loss on prompts, where a gradient takes milliseconds."""
 
 
 @dataclass(frozen=True, eq=False)

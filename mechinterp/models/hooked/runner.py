@@ -124,9 +124,17 @@ class HookedPredictor:
                     f"The model must be in evaluation mode, call .eval(); got a {class_name(self.model)} "
                     f"with dropout in training mode."
                 )
-        needed = len(prompts) * self.prompt_bytes(prompts)
-        require_memory(needed, f"{len(prompts)} prompts of {prompts.x.shape[1]} pairs at once")
+        self.require_room(len(prompts), prompts)
         return self.embed(prompts)
+
+    def require_room(self, n_prompts: int, like: Prompts) -> None:
+        """Refuse a run on this many prompts like the given ones, if it does not fit into memory.
+
+        Raises:
+            ValueError: With the bytes needed and the bytes available.
+        """
+        needed = n_prompts * self.prompt_bytes(like)
+        require_memory(needed, f"{n_prompts} prompts of {like.x.shape[1]} pairs at once")
 
     def prompt_bytes(self, prompts: Prompts) -> int:
         """Memory that one prompt takes while it runs through the layers, in bytes."""

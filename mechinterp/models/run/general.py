@@ -42,6 +42,7 @@ SCORES = "batch row head d, batch key head d -> batch head row key"
 AVERAGE = "batch head row key, batch key head d -> batch row head d"
 MOMENT = "batch key head i, batch key head j -> batch head i j"
 FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
+WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
@@ -243,6 +244,17 @@ def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer b
 
         predictions(weights, prompts[rows], attend=noting)
         parts.append(torch.stack(patterns))
+    return torch.cat(parts, dim=1)
+
+
+def query_writes(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"]:
+    """Output of each head at the query."""
+    layers = [_Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
+    parts = []
+    for rows in _chunks(weights, prompts):
+        run = _run(layers, _embedded(weights, prompts[rows]))
+        at_query = torch.stack([z[:, -1] for z in run.z])
+        parts.append(einsum(at_query, weights.W_O, WRITTEN))
     return torch.cat(parts, dim=1)
 
 

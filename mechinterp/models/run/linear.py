@@ -63,6 +63,17 @@ def streams(
     return torch.cat(parts, dim=1)
 
 
+def query_writes(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"]:
+    """Output of each head at the query."""
+    parts, heads = [], (weights.n_heads, weights.d_head)
+    for rows in _chunks(weights, prompts):
+        run = linear_pass(weights, prompts[rows])
+        z = [(run.x_query[:, None] @ z[:, : weights.d_x]).unflatten(-1, heads) for z in run.z]
+        each = [*(own[:, 0] for own in z), run.last_z()]
+        parts.append(torch.stack(each).transpose(1, 2) @ weights.W_O)
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
 def stack_bytes(weights: Weights, length: int) -> int:
     """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes.
 
@@ -126,9 +137,13 @@ class LinearPass:
     def every_z(self, prompts: Prompts) -> list[Float[Tensor, "batch pos head d_head"]]:
         """z of each layer at every position, of the last layer at the query alone; `prompts` are those of the pass."""
         heads = (self.weights.n_heads, self.weights.d_head)
+        every = [(prompts.tokens @ z).unflatten(2, heads) for z in self.z]
+        return [*every, self.last_z()[:, None]]
+
+    def last_z(self) -> Float[Tensor, "batch head d_head"]:
+        """z of the last layer at the query."""
         _, reads = self._last_reads
-        last = (reads.transpose(0, 1) @ self.weights.W_V[-1]).transpose(0, 1)
-        return [*((prompts.tokens @ z).unflatten(2, heads) for z in self.z), last[:, None]]
+        return (reads.transpose(0, 1) @ self.weights.W_V[-1]).transpose(0, 1)
 
     def _rerun(self, masked: Mapping[int, Collection[int]], first: int) -> Tensor:
         """T before the last layer with masks from layer `first` on; masked outputs of `first` are subtracted."""

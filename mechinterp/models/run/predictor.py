@@ -333,7 +333,12 @@ class Predictor(ABC):
     @torch.no_grad()
     def query_writes(self, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"] | None:
         """Output of each head at the query, without gradients; None if W_O is unknown."""
-        written = hooks.query_writes(self.hooked, prompts)
+        written: Tensor | None
+        if (fast := self._fast(prompts)) is None:
+            written = hooks.query_writes(self.hooked, prompts)
+        else:
+            linear_stack = fast[0].model.stack == "linear"
+            written = (linear if linear_stack else general).query_writes(*fast)
         return None if written is None else written.to(prompts.x.device)
 
     @torch.no_grad()
