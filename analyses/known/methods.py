@@ -21,7 +21,7 @@ from mechinterp.known.truth import KINDS
 
 VERSION = 2
 SUBMISSIONS = Path(__file__).parent / "submissions"
-N_RANDOM = 5
+N_RANDOM = 2
 """Number of random orders."""
 MOST_EDGES = 24
 """Largest number of edges for edge pruning, which takes 720 steps for each entry."""
@@ -68,7 +68,6 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
         "attribution patching, out": gradients.patching_out,
         "integrated gradients": gradients.integrated,
         "EAP-IG inputs": gradients.eap_ig_inputs,
-        "EAP-IG inputs, backward": partial(gradients.eap_ig_inputs, backward=True),
         "EAP-IG activations": gradients.eap_ig_activations,
         "edge pruning": pruning_of_few,
         **{f"{m} masking": partial(masking.masking, method=m) for m in KINDS[2:]},

@@ -8,15 +8,15 @@ from pathlib import Path
 import pandas as pd
 
 from analyses.known.devinterp_sampler import SETTINGS
-from analyses.known.methods import SUBMISSIONS
+from analyses.known.methods import SUBMISSIONS, VERSION
 from analyses.known.samplers import SAMPLERS
-from mechinterp.known import read_submission
+from mechinterp.known import read_submission, suite
 from mechinterp.known.truth import KINDS
 
 EXACT = tuple(f"exact, {kind}" for kind in KINDS)
 BY_GRADIENTS = (
     *("attribution patching, in", "attribution patching, out", "integrated gradients"),
-    *("EAP-IG inputs", "EAP-IG inputs, backward", "EAP-IG activations"),
+    *("EAP-IG inputs", "EAP-IG activations"),
 )
 BY_MASKS = (
     *("zero masking", "mean masking", "resample masking", "Shapley masking", "attention weight"),
@@ -30,6 +30,14 @@ VARIANT = re.compile(r"(-rotated|-dead-heads|-noise-[\d.]+|-s\d+)+$")
 """Ending of the names of variants and seeds of one model, which form a family."""
 FEWEST = 2
 """Smallest number of families for a standard error."""
+
+
+GROUPS = {
+    "deep": "trained, several layers",
+    "one": "trained, one layer",
+    "made": "hand-made",
+}
+"""Groups of entries with their titles; for a head of one layer without a norm, effects patched out are second-order exactly."""
 
 
 @cache
@@ -48,8 +56,18 @@ def _found() -> pd.DataFrame:
     means = means.reset_index()
     return means.assign(
         family=means["entry"].str.replace(VARIANT, "", regex=True),
-        trained=means["kind"].eq("trained"),
+        group=means["entry"].map(_groups()),
     )
+
+
+def _groups() -> dict[str, str]:
+    """Group of each entry: one of GROUPS."""
+    known = suite(VERSION, trained="all")
+    layers = {name: len(entry.truth.heads_in.value) for name, entry in known.items()}
+    return {
+        name: "made" if entry.kind != "trained" else "deep" if layers[name] > 1 else "one"
+        for name, entry in known.items()
+    }
 
 
 def _others() -> tuple[str, ...]:
@@ -76,24 +94,29 @@ def _matrix(rows: pd.DataFrame, methods: Sequence[str], scores: Mapping[str, str
     return "\n".join(lines)
 
 
-def _heads(results: Path, *, trained: bool) -> str:
+def _heads(group: str) -> str:
     found = _found()
     methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(), "random")
     scores = {f"heads {kind} spearman": kind for kind in KINDS}
-    return _matrix(found[found["trained"] == trained], methods, scores)
+    return _matrix(found[found["group"] == group], methods, scores)
 
 
-def heads_trained(results: Path) -> str:
-    """Rank correlation of each ranking of heads with each truth, trained models."""
-    return _heads(results, trained=True)
+def heads_deep(results: Path) -> str:
+    """Rank correlation of each ranking of heads with each truth, trained models of several layers."""
+    return _heads("deep")
+
+
+def heads_one(results: Path) -> str:
+    """Rank correlation of each ranking of heads with each truth, trained models of one layer."""
+    return _heads("one")
 
 
 def heads_made(results: Path) -> str:
     """Rank correlation of each ranking of heads with each truth, hand-made models."""
-    return _heads(results, trained=False)
+    return _heads("made")
 
 
-def _edges(results: Path, *, trained: bool) -> str:
+def _edges(group: str) -> str:
     found = _found()
     methods = (*EXACT[:2], *BY_GRADIENTS, "edge pruning", *_others(), "random")
     scores = {
@@ -102,17 +125,22 @@ def _edges(results: Path, *, trained: bool) -> str:
         "edges in auroc": "in, AUROC",
         "edges out auroc": "out, AUROC",
     }
-    return _matrix(found[found["trained"] == trained], methods, scores)
+    return _matrix(found[found["group"] == group], methods, scores)
 
 
-def edges_trained(results: Path) -> str:
-    """Agreement of each ranking of edges with each truth, trained models."""
-    return _edges(results, trained=True)
+def edges_deep(results: Path) -> str:
+    """Agreement of each ranking of edges with each truth, trained models of several layers."""
+    return _edges("deep")
+
+
+def edges_one(results: Path) -> str:
+    """Agreement of each ranking of edges with each truth, trained models of one layer."""
+    return _edges("one")
 
 
 def edges_made(results: Path) -> str:
     """Agreement of each ranking of edges with each truth, hand-made models."""
-    return _edges(results, trained=False)
+    return _edges("made")
 
 
 def circuits(results: Path) -> str:
@@ -121,15 +149,14 @@ def circuits(results: Path) -> str:
     methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, "edge pruning", *_others(), "random")
     scores = {"circuits in": "heads, in", "circuits out": "heads, out"}
     lines = _matrix(found, methods, scores).split("\n")
-    more = (
-        [" edges, median CMD, hand-made |", " --- |"],
-        [" edges, median CMD, trained |", " --- |"],
-    )
-    for column, trained in zip(more, (False, True), strict=True):
+    more = []
+    for group, title in GROUPS.items():
+        column = [f" edges, median CMD, {title} |", " --- |"]
         for method in methods:
-            at = (found["method"] == method) & (found["trained"] == trained)
+            at = (found["method"] == method) & (found["group"] == group)
             values = found.loc[at, "edges cmd"].dropna()
             column.append(f" {values.median():.2f} ({len(values)}) |" if len(values) else " – |")
+        more.append(column)
     return "\n".join(map("".join, zip(lines, *more, strict=True)))
 
 
@@ -153,9 +180,10 @@ PAIRED = (
 
 
 def pairs(results: Path) -> str:
-    """Two methods on the same trained entries: mean difference over families, and how often the first is better."""
+    """Two methods on the same trained models of several layers: mean difference over families, and how often the first is
+    better."""
     found = _found()
-    trained = found[found["trained"]]
+    trained = found[found["group"] == "deep"]
     lines = ["| Score | First − second | Difference | First better |", "| --- |" + " --- |" * 3]
     for score in PAIRED:
         wide = trained.pivot(index=["entry", "family"], columns="method", values=score)
