@@ -76,7 +76,7 @@ def sampled(entry: Entry, seed: int, name: str) -> dict[str, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    entries = suite(trained="none")
+    entries = suite(1, trained="none")
     known = {
         name: entry
         for name, entry in entries.items()

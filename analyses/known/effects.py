@@ -14,10 +14,10 @@ from torch import Tensor
 
 from analyses.known.plain import Plain
 from mechinterp.analysis.patching.circuit import SPLIT_INPUTS
-from mechinterp.analysis.patching.pairing import InputPair, Node
+from mechinterp.analysis.patching.pairing import InputPair, Node, layer_of
 from mechinterp.known import Entry
 from mechinterp.known.truth import KINDS, MOST_SUBSETS
-from mechinterp.models.hooked.masks import z_name
+from mechinterp.models.hooked.masks import resid_name, z_name
 
 CHUNK = 16
 """Number of interventions that the plain model runs side by side."""
@@ -95,15 +95,19 @@ def edges_by_hooks(pair: InputPair, kind: str) -> np.ndarray:
     """Effect of each edge: one receiver reads a stream in which one sender's output is that on the other prompts."""
     hooked: Any = pair.hooked.model
     tokens, sign = (pair.corrupted, 1) if kind == "in" else (pair.clean, -1)
-    before, effects = pair.metric(hooked(tokens)), []
+    names = [resid_name(layer) for layer in range(pair.hooked.n_layers)]
+    output, streams = pair.hooked.run_noting(tokens, names)
+    before, effects = pair.metric(output), []
     with _own_inputs(hooked):
         for sender, receiver in np.argwhere(pair.edges):
-            hook = partial(
-                _read, node=pair.receivers[receiver], more=sign * pair.moved[:, :, sender]
+            node = pair.receivers[receiver]
+            hook = partial(_read, node=node, more=sign * pair.moved[:, :, sender])
+            # Nothing changes before the layer that reads.
+            layer = layer_of(node.own_input)
+            after = hooked.run_with_hooks(
+                streams[names[layer]], start_at_layer=layer, fwd_hooks=[(node.own_input, hook)]
             )
-            place = (pair.receivers[receiver].own_input, hook)
-            after = pair.metric(hooked.run_with_hooks(tokens, fwd_hooks=[place]))
-            effects.append((after - before).mean().item())
+            effects.append((pair.metric(after) - before).mean().item())
     return np.array(effects)
 
 
@@ -234,8 +238,10 @@ class PlainRuns:
         """Effect of each edge."""
         base, other = ("corrupted", "clean") if kind == "in" else ("clean", "corrupted")
         tokens, found = self.tokens[base][None], []
+        # Edges with one reader run side by side, so that what comes before it is computed once.
+        order = sorted(range(len(edges)), key=lambda index: edges[index][1])
         for start in range(0, len(edges), CHUNK):
-            some = edges[start : start + CHUNK]
+            some = [edges[index] for index in order[start : start + CHUNK]]
 
             def read(name: str, stream: np.ndarray, some: Any = some) -> np.ndarray:
                 changed = [i for i, (_, receiver) in enumerate(some) if receiver == name]
@@ -248,7 +254,9 @@ class PlainRuns:
                 return stream
 
             found.append(self.metric(self.plain.run(tokens, read=read)[0]))
-        return np.concatenate(found) - self.metric(self.plain.run(tokens)[0])
+        effects = np.empty(len(edges))
+        effects[order] = np.concatenate(found)
+        return effects - self.metric(self.plain.run(tokens)[0])
 
     def heads(self, sets: Sequence[Sequence[int]], kind: str) -> np.ndarray:
         """Effect of each set of heads."""

@@ -31,7 +31,7 @@ def sampled(
 
 
 def measure(quick: bool) -> Measured:
-    known, frames = suite(trained="none" if quick else "all"), []
+    known, frames = suite(1, trained="none" if quick else "all"), []
     for name, (langevin, chains) in SAMPLERS.items():
         sampler = partial(sampled, langevin=langevin, chains=SHORT if quick else chains)
         judged = judge_sampler(sampler, known, seeds=range(1 if quick else 4))

@@ -22,7 +22,10 @@ def score(
             "Function of an entry of the suite; with --compare files of this command, or folders of them.",
         ),
     ],
-    version: Annotated[int, typer.Option("--suite", "--version", help="Version of the suite.")] = 1,
+    version: Annotated[
+        int | None,
+        typer.Option("--suite", "--version", help="Version of the suite; default: the newest."),
+    ] = None,
     trained: Annotated[
         str, option("--trained", "Trained models: bundled, all (in a clone) or none.")
     ] = "bundled",

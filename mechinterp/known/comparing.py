@@ -144,7 +144,7 @@ def compare_submissions(paths: Sequence[str | Path]) -> MethodComparison:
     Example:
         >>> import tempfile
         >>> from mechinterp.known import Submission, score, suite
-        >>> entries = suite(trained="none")
+        >>> entries = suite(1, trained="none")
         >>> def by_output(entry):
         ...     return {"heads": entry.checkpoint.weights.W_O.square().sum((-2, -1)).numpy()}
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -73,7 +73,7 @@ def judge_sampler(
             gradients. `entry.module` has the parameters that count, `entry.loss(module, batch)` the loss, and
             `entry.loss(module)` the exact one. Or a function of a model with the keyword `seed`, such as
             `local_learning_coefficient`, whose result has `estimate` and `sem`; it gets `entry.checkpoint`.
-        entries: The suite; None: version 1 with the trained models of the package.
+        entries: The suite; None: the newest version with the trained models of the package.
         seeds: Seeds; each entry is estimated with each.
     Raises:
         ValueError: If the answer is something else, an estimate is no number, or an error is negative. NaN is an estimate
@@ -82,7 +82,7 @@ def judge_sampler(
         >>> from mechinterp.known import suite
         >>> def half_the_parameters(entry, seed):
         ...     return sum(p.numel() for p in entry.module.parameters()) / 2, 0.0
-        >>> found = judge_sampler(half_the_parameters, suite(trained="none"), seeds=[0])
+        >>> found = judge_sampler(half_the_parameters, suite(1, trained="none"), seeds=[0])
         >>> found.to_frame()["exact"].tolist()
         [3.5, 6.0, 7.5, 8.0]
     """

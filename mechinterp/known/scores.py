@@ -103,7 +103,7 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
             "label" (a name), "components" (an array [component, d_model]). Version 2 also has "circuits" (truth values [size,
             layer, head], circuit k with k heads), "subspace" (a dict with the basis of each of `entry.variables`), and
             "aim" ("in" or "out"), which changes no score. For an empty dict the entry is left out.
-        entries: The suite; None: version 1 with the trained models of the package.
+        entries: The suite; None: the newest version with the trained models of the package.
     Raises:
         ValueError: If the method returns something else, or of wrong shape.
     Example:
@@ -112,7 +112,7 @@ def score(method: Method, entries: Suite | None = None) -> Scores:
         >>> def random_heads(entry):
         ...     model = entry.checkpoint.config.model
         ...     return {"heads": np.random.default_rng(0).random((model.n_layers, model.n_heads))}
-        >>> score(random_heads, suite(trained="none")).to_frame().columns.tolist()
+        >>> score(random_heads, suite(1, trained="none")).to_frame().columns.tolist()
         ['entry', 'kind', 'score', 'value']
     """
     entries, rows, seconds = suite() if entries is None else entries, [], {}

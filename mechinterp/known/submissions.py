@@ -60,7 +60,7 @@ class Submission(Result):
             method: Name of the method, such as "module:function"; None: that of the scores.
         Example:
             >>> from mechinterp.known import score, suite
-            >>> entries = suite(trained="none")
+            >>> entries = suite(1, trained="none")
             >>> Submission.of(score(lambda entry: {}, entries), entries, method="mine:nothing")
             Submission(mine:nothing on 31 entries of the suite, version 1)
         """
@@ -158,7 +158,7 @@ def read_submission(file: str | Path) -> Submission:
     Example:
         >>> import tempfile
         >>> from mechinterp.known import score, suite
-        >>> entries = suite(trained="none")
+        >>> entries = suite(1, trained="none")
         >>> own = Submission.of(score(lambda entry: {}, entries), entries, method="mine:nothing")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     read_submission(own.save(f"{folder}/mine.json"))

@@ -53,7 +53,7 @@ for entry in ("gd-2", "preprocess-2-rotated"):
 
 @pytest.fixture(scope="module")
 def chosen() -> Suite:
-    hand_made = suite(trained="none")
+    hand_made = suite(1, trained="none")
     return Suite(1, {name: hand_made[name] for name in CHOSEN})
 
 

@@ -39,7 +39,7 @@ from mechinterp.known.truth import KINDS
 from mechinterp.known.variables import angle_score, interchanged
 from mechinterp.models.hooked.masks import z_name
 
-ALL = suite()
+ALL = suite(1)
 SECOND = suite(2, trained="none")
 FEW = ("gd-3-rotated", "debiased-two-pairs", "garg-tiny-s0")
 """Linear attention, softmax, and a model with MLPs and norms."""

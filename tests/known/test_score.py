@@ -22,8 +22,8 @@ from mechinterp.known.entries import edge_place
 from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
 from tests.conftest import Run, refused
 
-HAND = suite(trained="none")
-LARGE = suite()["sparse-h4-noise0.1-s0"]
+HAND = suite(1, trained="none")
+LARGE = suite(1)["sparse-h4-noise0.1-s0"]
 
 
 def some(*names: str) -> Suite:
@@ -209,7 +209,11 @@ def test_a_method_of_ones_own_is_scored_from_another_folder(
     (tmp_path / "mine.py").write_text(METHOD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    document = run("score", "mine:by_output", "--trained", "none", "--json").done().document
+    document = (
+        run("score", "mine:by_output", "--suite", "1", "--trained", "none", "--json")
+        .done()
+        .document
+    )
     scores = {row["score"]: row for row in document["scores"]}
     assert scores["heads spearman"]["mean"] > 0
     assert document["suite"]["sha256"] == HAND.hash

@@ -23,7 +23,7 @@ from mechinterp.known import (
 from mechinterp.known.scores import Scores
 from tests.conftest import Run, refused
 
-HAND = suite(trained="none")
+HAND = suite(1, trained="none")
 METHODS = """
 def by_output(entry):
     return {"heads": entry.checkpoint.weights.W_O.square().sum((-2, -1)).numpy()}
@@ -229,8 +229,8 @@ def test_the_command_writes_compares_and_refuses(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("by_output", "by_value"):
-        arguments = ("two_methods:" + name, "--trained", "none", "--out", f"{name}.json", "--json")
-        answered = run("score", *arguments).done().document
+        arguments = ("--suite", "1", "--trained", "none", "--out", f"{name}.json", "--json")
+        answered = run("score", f"two_methods:{name}", *arguments).done().document
         assert answered["submission"] == f"{name}.json"
         entries = json.loads(Path(f"{name}.json").read_text())["entries"]
         assert entries.keys() == HAND.keys() == answered["seconds"].keys()

@@ -19,7 +19,7 @@ from mechinterp.known.entries import FOLDERS, HASHES, TRUTHS
 from tests.conftest import refused, sampled
 
 ROOT = Path(__file__).parents[2]
-ALL = suite(trained="all")
+ALL = suite(1, trained="all")
 FEW = {
     *("gd-2", "gd-2-dead-heads", "gd-plus-plus-2", "preconditioned-2", "debiased-pair", "kernel"),
     *("minimum-2", "softmax-h2-s0", "pool-gpt2-m16-s0"),
@@ -30,8 +30,8 @@ FEW = {
 def test_the_version_is_that_of_its_files_and_of_the_citation():
     assert hashlib.sha256((FOLDERS[1] / TRUTHS).read_bytes()).hexdigest() == HASHES[1]
     assert HASHES[1] in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert len(ALL) == len(suite(trained="none")) + 15
-    assert len(suite()) == len(ALL) - 5
+    assert len(ALL) == len(suite(1, trained="none")) + 15
+    assert len(suite(1)) == len(ALL) - 5
 
 
 def test_a_changed_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -39,7 +39,7 @@ def test_a_changed_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(FOLDERS, 1, tmp_path)
     (tmp_path / TRUTHS).write_text(text.replace("gradient_descent", "gradient_ascent"))
     with refused(TRUTHS):
-        suite()
+        suite(1)
 
 
 def test_what_it_lacks_is_refused():

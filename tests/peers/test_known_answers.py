@@ -12,7 +12,7 @@ pytest.importorskip("captum.attr", reason="`make test-peers` brings captum")
 
 @pytest.mark.parametrize("name", ["gd-3-rotated", "debiased-two-pairs", "sparse-h4-noise0.1-s0"])
 def test_integrated_gradients_of_heads_agree(name: str):
-    entry = suite()[name].without_truth
+    entry = suite(1)[name].without_truth
     expected = integrated(entry)["heads"]
     found = captum_integrated(entry)["heads"]
     # captum weighs its points in float32.

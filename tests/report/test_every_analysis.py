@@ -99,7 +99,7 @@ def test_tables_are_copies():
     """Of what the registry does not hold; every analysis in it goes through `require_forms` below."""
     models = [load(CHECKPOINTS / f"linear-separate-s{seed}") for seed in (0, 1)]
     require_copies(compare(models, n_prompts=64))
-    require_copies(score(lambda entry: {}, suite(trained="none")))
+    require_copies(score(lambda entry: {}, suite(1, trained="none")))
 
 
 @pytest.mark.slow

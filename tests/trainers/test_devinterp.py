@@ -15,7 +15,7 @@ def test_its_estimates_stand_in_a_row(monkeypatch):
 
     short = devinterp_sampler.SHORT | {"num_draws": 6, "num_chains": 2}
     monkeypatch.setattr(devinterp_sampler, "SETTINGS", {"short": short})
-    entry = suite(trained="none")["minimum-1"]
+    entry = suite(1, trained="none")["minimum-1"]
     row = devinterp_sampler.sampled(entry, 0, "short")
     assert row["estimate"] == pytest.approx((row["first_half"] + row["second_half"]) / 2)
     assert math.isfinite(row["estimate"])
