@@ -34,9 +34,9 @@ def basis_of(entry: Entry, variable: Variable, *, seed: int, steps: int) -> obje
     sets = [entry.sample(N_PROMPTS, SEED + 2 * seed + k) for k in range(2)]
     base, source = (hooked.tokens(prompts) for prompts in sets)
     target = variable.counterfactual(hooked, *sets)
-    width = variable.basis.shape[1]
     with torch.no_grad():
         noted = activation(hooked, source, variable)
+    width = noted.flatten(2).shape[2]
     torch.manual_seed(seed)
     rotation = orthogonal(nn.Linear(width, variable.size, bias=False, dtype=torch.float64))
     optimizer = torch.optim.Adam(rotation.parameters(), lr=STEP_SIZE)

@@ -35,6 +35,7 @@ from mechinterp import attribute_edges
 from mechinterp.analysis.patching.circuit import circuit_output
 from mechinterp.analysis.patching.edges import estimated_effects
 from mechinterp.known import Entry, Suite, read_submission, suite
+from mechinterp.known.agreement import score_subspaces
 from mechinterp.known.truth import KINDS
 from mechinterp.known.variables import angle_score, interchanged
 from mechinterp.models.hooked.masks import z_name
@@ -211,6 +212,19 @@ def test_interchange_while_training_is_that_of_the_score(name: str):
         )
     torch.testing.assert_close(output[:, -1], expected, rtol=1e-12, atol=1e-12)
     assert (expected - hooked.predict(base)).abs().max() > 1e-3
+
+
+def test_a_wide_model_is_searched_and_scored_in_its_own_width():
+    """The model is wider than the one that computes its variables exactly."""
+    entry = SECOND["wide-gd-2"]
+    found = alignment(entry.without_truth, steps=2)["subspace"]
+    assert {basis.shape for basis in found.values()} == {(1, 12)}
+    assert 0 <= score_subspaces(entry, found)["subspace cosine"] < 1
+    true = score_subspaces(entry, entry.truth.variables.value)
+    assert true["subspace interchange"] == pytest.approx(1)
+    control = SECOND["random-wide-gd-2"]
+    random = alignment(control.without_truth, steps=2)["subspace"]
+    assert "subspace control" in score_subspaces(control, random)
 
 
 @pytest.mark.slow
