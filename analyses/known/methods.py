@@ -14,7 +14,6 @@ import torch
 from analyses.known import gradients, masking
 from analyses.known.alignment import alignment
 from analyses.known.gradients import Answer
-from analyses.known.pruning import edge_pruning
 from mechinterp import classify, name_algorithm
 from mechinterp.known import Entry, Submission, Suite, score, suite
 from mechinterp.known.truth import KINDS
@@ -23,8 +22,6 @@ VERSION = 2
 SUBMISSIONS = Path(__file__).parent / "submissions"
 N_RANDOM = 2
 """Number of random orders."""
-MOST_EDGES = 24
-"""Largest number of edges for edge pruning, which takes 720 steps for each entry."""
 Method = Callable[[Entry], Answer]
 
 
@@ -34,11 +31,6 @@ def exact(entry: Entry, *, known: Suite, kind: str) -> Answer:
     named = {"heads": f"heads_{kind}", "edges": f"edges_{kind}"}
     found = {about: getattr(truth, name, None) for about, name in named.items()}
     return {about: each.value for about, each in found.items() if each is not None}
-
-
-def pruning_of_few(entry: Entry) -> Answer:
-    """Edge pruning, for entries of few edges."""
-    return edge_pruning(entry) if len(entry.edges()) <= MOST_EDGES else {}
 
 
 def label(entry: Entry) -> Answer:
@@ -69,7 +61,6 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
         "integrated gradients": gradients.integrated,
         "EAP-IG inputs": gradients.eap_ig_inputs,
         "EAP-IG activations": gradients.eap_ig_activations,
-        "edge pruning": pruning_of_few,
         **{f"{m} masking": partial(masking.masking, method=m) for m in KINDS[2:]},
         "Shapley masking": masking.shapley,
         "attention weight": masking.attention_weight,

@@ -22,7 +22,7 @@ BY_MASKS = (
     *("zero masking", "mean masking", "resample masking", "Shapley masking", "attention weight"),
 )
 OWN = (
-    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, "edge pruning", "distributed alignment", "random"),
+    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, "distributed alignment", "random"),
     *("label of this package", "singular vectors"),
 )
 RANDOM = re.compile(r"random \d+")
@@ -118,7 +118,7 @@ def heads_made(results: Path) -> str:
 
 def _edges(group: str) -> str:
     found = _found()
-    methods = (*EXACT[:2], *BY_GRADIENTS, "edge pruning", *_others(), "random")
+    methods = (*EXACT[:2], *BY_GRADIENTS, *_others(), "random")
     scores = {
         "edges in spearman": "in, Spearman",
         "edges out spearman": "out, Spearman",
@@ -146,7 +146,7 @@ def edges_made(results: Path) -> str:
 def circuits(results: Path) -> str:
     """Circuits: heads against the best of each size, and CMD of edges as the median over entries."""
     found = _found()
-    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, "edge pruning", *_others(), "random")
+    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(), "random")
     scores = {"circuits in": "heads, in", "circuits out": "heads, out"}
     lines = _matrix(found, methods, scores).split("\n")
     more = []
@@ -227,7 +227,7 @@ def seconds(results: Path) -> str:
     """Processor time of each method, all entries together."""
     total = _found().groupby("method")["seconds"].sum()
     lines = ["| Method | Seconds |", "| --- | --- |"]
-    methods = (*BY_GRADIENTS, *BY_MASKS, "edge pruning", "distributed alignment")
+    methods = (*BY_GRADIENTS, *BY_MASKS, "distributed alignment")
     lines += [f"| {method} | {total[method]:.0f} |" for method in methods]
     return "\n".join(lines)
 
