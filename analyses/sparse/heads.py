@@ -17,7 +17,8 @@ from analyses.sparse import questions as ask
 from analyses.sparse import setting as at
 from analyses.sparse.questions import Numbers
 from mechinterp import Prompts, ablate
-from mechinterp.analysis.ablation.ablation import Ablation, effective_number
+from mechinterp.analysis.ablation.ablation import Ablation
+from mechinterp.analysis.ablation.shares import effective_number
 from mechinterp.analysis.stats import halves
 
 MEAN_PROMPTS, SAMPLES = 1024, 100

@@ -20,10 +20,11 @@ from mechinterp import (
     ablate,
     probe,
 )
-from mechinterp.analysis.ablation.ablation import Ablation, effective_number
+from mechinterp.analysis.ablation.ablation import Ablation
 from mechinterp.analysis.ablation.measured import masked_errors
 from mechinterp.analysis.ablation.pruning import refit_errors
 from mechinterp.analysis.ablation.pruning_rules import masked_by
+from mechinterp.analysis.ablation.shares import effective_number
 from mechinterp.analysis.probing.p_probe import IDEAL, RAW, descent_curves
 from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.stats import resampled

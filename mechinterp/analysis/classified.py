@@ -127,8 +127,8 @@ def calibration_text(label: Label) -> str:
     Empty if there is no error and too few models to bound the fraction by `HIGH`.
 
     Example:
-        >>> from mechinterp.analysis.labels import ALGORITHMS
-        >>> calibration_text(ALGORITHMS["newton"])
+        >>> from mechinterp.analysis.labels import ALGORITHM_LABELS
+        >>> calibration_text(ALGORITHM_LABELS["newton"])
         ''
     """
     if not label.named:

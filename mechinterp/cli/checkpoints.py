@@ -23,15 +23,7 @@ from mechinterp.cli.options import (
     prompts_of,
     reads_files,
 )
-from mechinterp.cli.printing import (
-    about_paths,
-    answer,
-    complain,
-    say,
-    say_json,
-    say_of,
-    shown_path,
-)
+from mechinterp.cli.printing import about_paths, answer, complain, say, say_json, say_of, shown_path
 
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified

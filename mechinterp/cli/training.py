@@ -13,9 +13,7 @@ from mechinterp.cli.options import (
     device_of,
     option,
 )
-from mechinterp.cli.printing import (
-    answer,
-)
+from mechinterp.cli.printing import answer
 
 if TYPE_CHECKING:
     from mechinterp.training.train import Engine, TrainingSummary

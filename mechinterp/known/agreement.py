@@ -236,7 +236,7 @@ def agreement(
     values, truth = rounded(values), rounded(effects)
     if np.ptp(truth) == 0:
         return {}
-    ranks = [average_ranks(each) for each in (values, truth)]
+    ranks = average_ranks(values), average_ranks(truth)
     said = np.ptp(values) > 0
     found = {f"{name} spearman": float(np.corrcoef(*ranks)[0, 1]) if said else 0.0}
     matters = truth > MATTERS * truth.max()

@@ -42,7 +42,7 @@ TRUTHS = "truths.json"
 ARRAYS = "truths.safetensors"
 HASHES = {
     1: "625d98716b10cab7d13d302fc2a582cbfdcf9f65ce26ad129d7af827e3ea098b",
-    2: "e5a2901705a0cabd9b8ed70c0521d73e52ee7f3da7e6f2e73300d1fb977b2e29",
+    2: "79441fb7c3097430b07f9a2f11c2715d8e9024d142e04f707f5a5b706b24ac2a",
 }
 """SHA-256 of truths.json of each version."""
 TRAINED = ("bundled", "all", "none")

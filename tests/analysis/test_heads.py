@@ -10,8 +10,8 @@ import torch
 from analyses.lib import gates
 from analyses.lib.gates import learn_gates
 from mechinterp.analysis.ablation.ablate import ablate
-from mechinterp.analysis.ablation.ablation import effective_number, layer_shares
 from mechinterp.analysis.ablation.measured import masked_errors
+from mechinterp.analysis.ablation.shares import effective_number, layer_shares
 from mechinterp.analysis.stats import halves
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for

@@ -22,6 +22,7 @@ from mechinterp.analysis.training.local_losses import (
 )
 from mechinterp.analysis.training.minimum import FALL, fall_nearby, why_no_minimum
 from mechinterp.analysis.training.sampler import (
+    NBETA,
     Chains,
     Langevin,
     LocalLoss,
@@ -35,6 +36,7 @@ from mechinterp.analysis.training.sampler import (
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts, generator_for
+from mechinterp.known import suite
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.theory.linear import (
     Heads,
@@ -434,6 +436,53 @@ def test_a_first_look_ends_once_a_lower_loss_is_found():
     # At the minimum the first look finds nothing, and the loss itself decides.
     at_end = replace(valley, at=np.ones(2), first_look=bent)
     assert fall_nearby(Tempered(at_end, 1.0, 1e-6)) == (0.0, False)
+
+
+def in_float32(loss: LocalLoss) -> LocalLoss:
+    """The loss with draws from a copy whose weights, losses and gradients are rounded to float32."""
+
+    def single(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = loss.function(points.astype(np.float32).astype(np.float64))
+        return tuple(each.astype(np.float32).astype(np.float64) for each in found)
+
+    return replace(loss, in_float32=single)
+
+
+@pytest.mark.slow
+def test_draws_in_float32_have_the_known_value():
+    for entry in suite(trained="none").values():
+        if (exact := entry.truth.learning_coefficient) is None:
+            continue
+        heads = heads_of_linear(entry.checkpoint.weights)
+        loss = in_float32(population_loss(heads, task_moments(entry.checkpoint.task)))
+        assert Tempered(loss, NBETA, 1.0).for_draws.loss.function is loss.in_float32
+        found = local_learning_coefficient(loss, chains=Chains(8, 500, 250))
+        assert abs(found.estimate - exact.value) < 4 * found.sem
+
+
+def test_draws_stay_in_float64_where_float32_would_round():
+    """2^-22 of nbeta L is 0.007 at a loss of 1, and above 0.01 at a loss of 1.5."""
+    for offset, single in ((1.0, True), (1.5, False)):
+        plain = quadratic(1.0)
+        raised = lambda points, o=offset, f=plain.function: (f(points)[0] + o, f(points)[1])  # noqa: E731
+        law = Tempered(in_float32(replace(plain, function=raised)), NBETA, 1.0).for_draws
+        assert (law.loss.function is law.loss.in_float32) == single
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["garg-tiny-s0", "d4s1-linear-h1x5-l4-noise0.1-s0", "d8s2-softmax-h8x9-l3-noise0.1-s0"],
+)
+def test_the_gradient_of_training_is_that_through_hooks(name: str):
+    checkpoint = load(CHECKPOINTS / name)
+    prompts = sample_prompts(checkpoint, 8)
+    losses = prompts_loss(checkpoint, prompts), predictor_loss(checkpoint, prompts, weights="*")
+    (value, gradient), (expected, through_hooks) = (each.function(each.at[None]) for each in losses)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    # The order of the entries differs.
+    np.testing.assert_allclose(
+        np.sort(gradient), np.sort(through_hooks), atol=1e-12 * np.abs(gradient).max()
+    )
 
 
 def test_a_first_look_that_is_wrong_decides_nothing():

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.report.page import default_names, write_report
+from mechinterp.report.page import write_report
+from mechinterp.report.sections import default_names
 from tests.conftest import CHECKPOINTS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

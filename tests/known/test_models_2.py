@@ -220,6 +220,12 @@ def test_random_weights_hold_no_variable_and_have_its_question():
         assert entry.truth.variables is None
         assert entry.variables
         assert entry.truth.algorithm is None
+        base, source = entry.base_and_source
+        own = entry.checkpoint.predictor.predict(base)
+        for layer, variable in enumerate(entry.variables, start=1):
+            moved = [descended(each, ETAS[:layer]) for each in (source, base)]
+            found = variable.counterfactual(entry.hooked, base, source)
+            torch.testing.assert_close(found, own + moved[0] - moved[1], rtol=1e-8, atol=1e-8)
 
 
 SINGULAR = [name for name in HAND if name.startswith("singular")]

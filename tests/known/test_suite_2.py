@@ -1,11 +1,13 @@
 """Version 2 of the suite: every effect is computed again by both programs, and by hand where a formula is short."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from analyses.known import build_2
 from analyses.known.effects import (
     by_hooks,
     by_plain_model,
@@ -13,10 +15,13 @@ from analyses.known.effects import (
     shapley_of_subsets,
     subsets,
 )
+from analyses.known.held import held, held_by_trained
+from analyses.known.models_2 import made_2
+from analyses.known.plain import Plain
 from mechinterp.known import suite
-from mechinterp.known.entries import FOLDERS, HASHES, TRUTHS
+from mechinterp.known.entries import ARRAYS, FOLDERS, HASHES, TRUTHS, documents_of
 from mechinterp.known.truth import KINDS
-from tests.conftest import sampled
+from tests.conftest import refused, sampled
 
 ALL = suite(2, trained="all")
 FEW = {
@@ -27,8 +32,47 @@ FEW = {
 """Entries whose effects `make test` computes again; of the others `make test-all`."""
 
 
-def test_the_version_is_that_of_its_files():
+def test_the_version_is_that_of_its_files_and_of_the_citation():
     assert hashlib.sha256((FOLDERS[2] / TRUTHS).read_bytes()).hexdigest() == HASHES[2]
+    assert HASHES[2] in (Path(__file__).parents[2] / "CITATION.cff").read_text(encoding="utf-8")
+    assert (len(suite(2)), len(ALL)) == (103, 148)
+    # The models of version 1 are read from its folder, and not stored again.
+    first = suite(1, trained="all")
+    assert all(ALL[name].path == entry.path for name, entry in first.items())
+
+
+def test_a_changed_array_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for file in (TRUTHS, ARRAYS):
+        (tmp_path / file).write_bytes((FOLDERS[2] / file).read_bytes())
+    changed = bytearray((tmp_path / ARRAYS).read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / ARRAYS).write_bytes(changed)
+    monkeypatch.setitem(FOLDERS, 2, tmp_path)
+    with refused(ARRAYS):
+        suite(2)
+
+
+def test_the_plain_model_predicts_as_the_package():
+    for entry in ALL.values():
+        prompts = entry.pairs[0][:4]
+        tokens = entry.hooked.tokens(prompts).numpy()
+        expected = entry.checkpoint.predictor.predict(prompts).numpy(force=True)
+        found, written = Plain(entry.checkpoint.weights).run(tokens)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10, err_msg=entry.name)
+        assert {*entry.edges()["from"]} <= written.keys()
+
+
+def test_variables_are_those_of_the_builder():
+    for entry in ALL.values():
+        own = entry.checkpoint.weights
+        held_here = held_by_trained(own) if entry.kind == "trained" else held(entry.name, own.model)
+        places = [(each.name, each.hook, each.at, len(each.basis)) for each in held_here]
+        assert places == [(each.name, each.hook, each.at, each.size) for each in entry.variables]
+        stored = {} if entry.truth.variables is None else entry.truth.variables.value
+        assert {each.name for each in held_here if each.known} == stored.keys()
+        for each in held_here:
+            if each.known:
+                np.testing.assert_array_equal(stored[each.name], each.basis, err_msg=entry.name)
 
 
 @pytest.mark.parametrize("name", sampled(ALL, keep=FEW.__contains__))
@@ -113,3 +157,26 @@ def test_edges_are_those_of_the_whole_model():
         assert {"input"} < set(edges["from"])
         assert {"output"} < set(edges["to"])
         assert not edges.duplicated().any()
+
+
+@pytest.mark.parametrize("name", ["gd-2", "wide-gd-2", "singular-rank1-h2", "random-gd-3"])
+def test_the_builder_states_what_is_stored(name: str):
+    folder, stored = FOLDERS[2], documents_of(2)[name]
+    header = build_2.headers(folder)[name]
+    entry = build_2.entry_of(folder, name, header)
+    document, arrays = build_2.with_variables(entry, *build_2.answered(entry, header))
+    known = stored.pop("arrays")
+    # The error of rounding may differ between processors.
+    for each in (*stored["truth"].values(), *document["truth"].values()):
+        each["error"] = each["error"] < 1e-12
+    assert document == stored
+    assert arrays.keys() == known.keys()
+    for truth, values in arrays.items():
+        np.testing.assert_allclose(values, known[truth], atol=1e-12, err_msg=truth)
+
+
+def test_the_hand_made_models_are_those_of_the_builder():
+    for name, own in made_2().items():
+        stored = ALL[name].checkpoint.weights
+        for tensor, values in own.weights.to(torch.float64).tensors.items():
+            np.testing.assert_allclose(stored.tensors[tensor], values, atol=1e-12, err_msg=name)

@@ -21,7 +21,7 @@ from mechinterp.analysis.result import Finding
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.known.entries import suite
 from mechinterp.known.scores import score
-from mechinterp.report.page import default_names, section_of
+from mechinterp.report.sections import default_names, section_of
 from mechinterp.report.to_html import page
 from mechinterp.report.to_json import dumps, header, to_json
 from mechinterp.report.to_text import to_text

@@ -12,7 +12,7 @@ from mechinterp.analysis.registry import Analysis
 from mechinterp.analysis.response.frames import FRAME_MEANINGS
 from mechinterp.analysis.result import Table, known, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.report.page import section_of
+from mechinterp.report.sections import section_of
 from mechinterp.report.to_text import to_text
 from tests.conftest import CHECKPOINTS
 from tests.deep_models import descent_checkpoint

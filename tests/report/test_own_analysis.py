@@ -14,7 +14,8 @@ from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import ANALYSES, analysis_of, run_analysis
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.report.page import default_names, write_report
+from mechinterp.report.page import write_report
+from mechinterp.report.sections import default_names
 from tests.conftest import CHECKPOINTS, Run
 
 MODULE = '''

@@ -24,7 +24,8 @@ from mechinterp.models.constructions.one_layer import debiased_gradient_step, ze
 from mechinterp.models.heads import head_outputs
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.weights import Weights
-from mechinterp.report.page import PAGE_FILE, Report, default_names, write_report
+from mechinterp.report.page import PAGE_FILE, Report, write_report
+from mechinterp.report.sections import default_names
 from mechinterp.report.to_html import PAPERS, Section
 from mechinterp.training.train import train_models
 from tests.checkpoints.files import loaded

@@ -11,9 +11,8 @@ from jaxtyping import Bool, Float
 
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.ablation.kinds import QUESTIONS
-from mechinterp.analysis.ablation.measured import (
-    EXCESS,
-)
+from mechinterp.analysis.ablation.measured import EXCESS
+from mechinterp.analysis.ablation.shares import effective_number, layer_shares
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import HEAD_COLUMNS, METRIC_UNIT, Table, records, tables_of
 from mechinterp.display import Result, head_names
@@ -379,32 +378,3 @@ class Ablation(Result):
         if len(self.layer_frame()) == 1:
             return {"ablation": self.plot()}
         return {"ablation": self.plot(), "head_importance": self.plot_importance()}
-
-
-def layer_shares(
-    rise: Float[np.ndarray, "*axes layer head"],
-) -> Float[np.ndarray, "*axes layer head"]:
-    """Each head's share of its layer's rises, negative rises counted as 0; all 0 if no head of the
-    layer counts.
-
-    Example:
-        >>> layer_shares(np.array([[1.0, 3.0], [-1.0, 0.0]])).tolist()
-        [[0.25, 0.75], [0.0, 0.0]]
-    """
-    positive = rise.clip(min=0)
-    total = positive.sum(-1, keepdims=True)
-    return positive / np.where(total == 0, 1, total)
-
-
-def effective_number(
-    rise: Float[np.ndarray, "*axes layer head"],
-) -> Float[np.ndarray, "*axes layer"]:
-    """exp of the entropy of the shares of the rises: 1 if one head counts, 0 if none does.
-
-    Example:
-        >>> effective_number(np.array([[1.0, 1.0], [2.0, -1.0], [0.0, 0.0]])).tolist()
-        [2.0, 1.0, 0.0]
-    """
-    shares = layer_shares(rise)
-    logs = np.log(np.where(shares > 0, shares, 1))
-    return np.where(shares.any(-1), np.exp(-(shares * logs).sum(-1)), 0.0)

@@ -171,9 +171,9 @@ def estimated(
         raise ValueError(f"At least 2 prompts (or pairs of prompts) are needed, got {len(values)}.")
     names = list(next(iter(rows.values())))
     columns: dict[str, np.ndarray] = {}
+    # Values of one row lie side by side, as the sums over prompts read them.
+    costs = np.empty((len(rows), len(values)))
     for name in names:
-        # Values of one contrast lie side by side, as the sums over prompts read them.
-        costs = np.empty((len(rows), len(values)))
         for cost, row in zip(costs, rows.values(), strict=True):
             weights = {place[mask]: weight for mask, weight in row[name].items()}
             cost[:] = np.ascontiguousarray(values[:, [*weights]]) @ np.array([*weights.values()])

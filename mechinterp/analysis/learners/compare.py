@@ -8,16 +8,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from mechinterp.analysis.learners.learner_comparison import (
-    LearnerComparison,
-)
+from mechinterp.analysis.learners.learner_comparison import LearnerComparison
 from mechinterp.analysis.learners.learner_rows import mean_losses, rows_at
 from mechinterp.analysis.learners.simple import CROSS_VALIDATED, FOR_SOME_TASKS, LEARNERS
-from mechinterp.analysis.stats import (
-    LARGEST_PREDICTION,
-    mean_and_sem,
-    require_moderate,
-)
+from mechinterp.analysis.stats import LARGEST_PREDICTION, mean_and_sem, require_moderate
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.figures import MODEL
 from mechinterp.icl.prompts import Prompts

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from mechinterp.analysis.learners.compare import compare_learners
-from mechinterp.analysis.learners.learner_comparison import (
-    LearnerComparison,
-    few_text,
-    sharp,
-)
+from mechinterp.analysis.learners.learner_comparison import LearnerComparison, few_text, sharp
 from mechinterp.analysis.learners.pool_tasks import spread_lengths
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.config import TaskLike

@@ -7,15 +7,9 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.learners.learner_comparison import (
-    LearnerComparison,
-)
+from mechinterp.analysis.learners.learner_comparison import LearnerComparison
 from mechinterp.analysis.learners.simple import fitted
-from mechinterp.analysis.stats import (
-    carried_by_few,
-    mean_and_sem,
-    ratio_and_sem,
-)
+from mechinterp.analysis.stats import carried_by_few, mean_and_sem, ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.display import with_sem
 from mechinterp.figures import MODEL

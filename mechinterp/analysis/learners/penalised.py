@@ -8,9 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.config import TaskConfig
-from mechinterp.icl.predictors import (
-    ridge_path,
-)
+from mechinterp.icl.predictors import ridge_path
 from mechinterp.icl.prompts import Prompts
 
 

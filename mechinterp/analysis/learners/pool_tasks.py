@@ -12,20 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.analysis.patching.pairing import with_task_vectors
-from mechinterp.analysis.stats import (
-    estimates,
-    mean_and_sem,
-    require_moderate,
-    without_worst,
-)
+from mechinterp.analysis.stats import estimates, mean_and_sem, require_moderate, without_worst
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import frame_of, with_sem
-from mechinterp.icl.predictors import (
-    Pool,
-    dmmse,
-    require_pool,
-    ridge,
-)
+from mechinterp.icl.predictors import Pool, dmmse, require_pool, ridge
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts, task_for
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of

@@ -26,14 +26,10 @@ from mechinterp.analysis.learners.pool_tasks import (
 )
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import (
-    carried_by_few,
-)
+from mechinterp.analysis.stats import carried_by_few
 from mechinterp.config import TaskLike
 from mechinterp.display import Result
-from mechinterp.icl.predictors import (
-    Pool,
-)
+from mechinterp.icl.predictors import Pool
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Source, learner_of
 

@@ -14,10 +14,7 @@ from mechinterp.analysis.response.projection import (
     solve,
     spline,
 )
-from mechinterp.analysis.response.sample import (
-    Measuring,
-    sample_of,
-)
+from mechinterp.analysis.response.sample import Measuring, sample_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,11 +19,7 @@ from mechinterp.analysis.response.projection import (
     solve,
     spline,
 )
-from mechinterp.analysis.response.sample import (
-    Measuring,
-    require_effective,
-    sample_of,
-)
+from mechinterp.analysis.response.sample import Measuring, require_effective, sample_of
 from mechinterp.analysis.response.symmetries import second_y, symmetries_frame
 
 SWAPPED = 128

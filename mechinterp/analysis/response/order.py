@@ -9,11 +9,7 @@ from jaxtyping import Float
 from mechinterp.analysis.response.frames import Estimate
 from mechinterp.analysis.response.measures import in_coordinates
 from mechinterp.analysis.response.pair_weights import pair_weights
-from mechinterp.analysis.response.projection import (
-    PromptArrays,
-    jackknife,
-    ratio,
-)
+from mechinterp.analysis.response.projection import PromptArrays, jackknife, ratio
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 

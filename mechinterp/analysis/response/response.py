@@ -14,12 +14,8 @@ from jaxtyping import Float
 
 from mechinterp.analysis.response import figure, reading
 from mechinterp.analysis.response.frames import FRAME_MEANINGS, OUTPUT, Frames
-from mechinterp.analysis.response.measured import (
-    measured,
-)
-from mechinterp.analysis.response.sample import (
-    Measuring,
-)
+from mechinterp.analysis.response.measured import measured
+from mechinterp.analysis.response.sample import Measuring
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskLike
 from mechinterp.display import Result

@@ -7,11 +7,7 @@ import torch
 
 from mechinterp.analysis.response.beside import bayes_of
 from mechinterp.analysis.response.pair_weights import function_of, pair_weights, values
-from mechinterp.analysis.response.projection import (
-    GROUPS,
-    FewPromptsError,
-    PromptArrays,
-)
+from mechinterp.analysis.response.projection import GROUPS, FewPromptsError, PromptArrays
 from mechinterp.analysis.stats import require_moderate
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts

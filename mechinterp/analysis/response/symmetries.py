@@ -8,10 +8,7 @@ import pandas as pd
 import torch
 
 from mechinterp.analysis.response.pair_weights import values
-from mechinterp.analysis.response.projection import (
-    jackknife,
-    ratio,
-)
+from mechinterp.analysis.response.projection import jackknife, ratio
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mechinterp.analysis.training.sampler import (
-    Chains,
-    LocalLoss,
-)
+from mechinterp.analysis.training.sampler import Chains, LocalLoss
 
 LONG = 600.0
 """Longest drawing without stated chains, in seconds; longer drawing with stated chains gives a warning."""
@@ -72,7 +69,7 @@ def seconds_of(loss: LocalLoss, chains: Chains) -> float:
     seconds = math.inf
     for _ in range(2):  # the first call may also compile and import
         start = time.perf_counter()
-        loss.function(points)
+        (loss.in_float32 or loss.function)(points)
         seconds = min(seconds, count * (time.perf_counter() - start))
         if seconds < LONG:
             return seconds

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.training.sampler import (
-    Tempered,
-    mean_error,
-)
+from mechinterp.analysis.training.sampler import Tempered, mean_error
 
 FALL = 0.05
 """Largest nbeta (L - L_min) of weights that count as a minimum; the estimate is too low by this

@@ -34,6 +34,10 @@ SHORTEST = 0.15
 loss is steeper than during warm-up."""
 
 
+ROUNDED = 0.01
+"""Largest rounding of nbeta L by float32, 2^-22 of it (four roundings), with which draws use a loss in float32; a fifth of what a minimum may fall."""
+
+
 @dataclass(frozen=True)
 class Langevin:
     """Settings of stochastic gradient Langevin dynamics, which replaces Hamiltonian Monte Carlo."""
@@ -136,6 +140,8 @@ class LocalLoss:
     first_look: BatchLoss | None = None
     """The same loss where a gradient takes long, in float32 if that is faster: the search for a lower loss then ends once
     one is found. None: the search goes on to the minimum."""
+    in_float32: BatchLoss | None = None
+    """The same loss in float32, if that is faster; draws use it where its rounding does not matter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +153,14 @@ class Tempered:
     """Weight of the loss in the density, unit 1/y^2."""
     localization: float
     """Strength of the pull towards the weights, unit 1 / weight^2."""
+
+    @property
+    def for_draws(self) -> "Tempered":
+        """The density with the loss in float32, unless rounding then moves nbeta L by more than ROUNDED."""
+        single = self.loss.in_float32
+        if single is None or not self.nbeta * abs(self.least) * 2**-22 <= ROUNDED:
+            return self
+        return replace(self, loss=replace(self.loss, function=single))
 
     @cached_property
     def least(self) -> float:
@@ -251,7 +265,8 @@ class _State:
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         momentum = self.rng.standard_normal(self.points.shape)
         before = self.energy + np.square(momentum).sum(1) / 2
-        points, gradient = self.points, self.gradient
+        points, excess, energy = self.points, self.excess, self.energy
+        gradient = self.gradient
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for _ in range(n_steps):
                 momentum = momentum - step / 2 * gradient
