@@ -162,6 +162,7 @@ SOURCES: dict[str, Callable[[Path], Case]] = {
     "several-responses": shipped("two-tasks-h3-s0", 1, 3),
     "linear-merged": shipped("linear-merged-s0", 1, 8),
     "linear-separate": shipped("linear-separate-s0", 1, 5),
+    "recurrent": shipped("gated-delta-h1-drift0.95-s0", 1, 1),
     "deep-linear": shipped("pool-linear-m4-s0", 3, 4),
     "deep-softmax": deep_softmax,
     "norm-and-mlp": norm_and_mlp,

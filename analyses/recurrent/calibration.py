@@ -25,8 +25,9 @@ from mechinterp.icl.predictors import kalman, nadaraya_watson, ridge, vanilla_gd
 
 Random = np.random.Generator
 FOLDER = RESULTS / "recurrent"
-SEED = 72
-"""First number of the seeds of all functions; 71 for the first draw, whose results are calibration_first_*.csv."""
+SEED = 74
+"""First number of the seeds of all functions; 71 to 73 for the first three draws, whose results are
+calibration_{first,second,third}_*.csv."""
 PER_FAMILY = {"member": 4, "noisy": 2, "near miss": 2, "plain": 2}
 """Number of functions of each family, by kind."""
 SCALARS = 1e-3
@@ -108,6 +109,17 @@ def textbook(random: Random) -> Case:
     return Case(make.textbook(alpha, penalty), task, "recursive_least_squares", scalars)
 
 
+def next_pair(member: Callable[[Random], Case]) -> Callable[[Random], Case]:
+    """A member on a task that drifts, whose estimate is multiplied by rho."""
+
+    def build(random: Random) -> Case:
+        while (case := member(random)).task.drift == 1:
+            pass
+        return replace(case, learner=make.times(case.learner, case.task.drift))
+
+    return build
+
+
 def adaptive(random: Random, *, in_task: bool) -> Case:
     """Two noise levels; the prompts have both of them, or a level of their own."""
     task = replace(drawn_task(random), drift=1.0)
@@ -157,6 +169,16 @@ def rate(random: Random, task: TaskConfig) -> float:
     return uniform(random, 0.3, 0.9) / (task.d_x + 2)
 
 
+def another_factor(random: Random, task: TaskConfig) -> Learner:
+    """A learner along the pairs whose predictions are multiplied by a number that is neither 1 nor rho."""
+    gate = uniform(random, 0.9, 0.99)
+    learner = make.gated(rate(random, task), gate)
+    if random.random() < 0.5:
+        learner = make.recursive(gate, uniform(random, 0.1, 2))
+    factor = uniform(random, 0.6, 0.88) if random.random() < 0.7 else uniform(random, 1.1, 1.3)
+    return make.times(learner, factor * task.drift)
+
+
 def two_forgetting(random: Random, task: TaskConfig) -> Learner:
     slow, fast = uniform(random, 0.95, 0.99), uniform(random, 0.75, 0.88)
     parts = [make.forgetting(step_of(task, alpha, random), alpha) for alpha in (slow, fast)]
@@ -180,7 +202,10 @@ NEAR = {
     "heavy ball": lambda r, t: make.heavy_ball(0.5, uniform(r, 0.2, 0.6), int(r.integers(2, 6))),
     "averaged lms": lambda r, t: make.averaged(rate(r, t) * 1.2),
     "falling steps": lambda r, t: make.falling(2 * rate(r, t), uniform(r, 0.2, 0.8)),
-    "conjugate gradients": lambda r, t: make.conjugate_gradients(int(r.integers(2, 4))),
+    "conjugate gradients": lambda r, t: make.conjugate_gradients(
+        # As many steps as coordinates are least squares.
+        int(r.integers(2, min(4, t.d_x)))
+    ),
     "window of ridge": lambda r, t: make.sliding(
         int(t.context_length * uniform(r, 0.6, 0.9)), uniform(r, 0.1, 2)
     ),
@@ -193,8 +218,14 @@ NEAR = {
         step_of(t, 0.93, r), uniform(r, 2, 4), uniform(r, 0.3, 1.5)
     ),
     "two chunks": lambda r, t: make.two_chunks(uniform(r, 0.4, 0.9)),
-    "three noise levels": three_levels,
+    "another factor": another_factor,
 }
+
+
+def three(random: Random) -> Case:
+    """Three noise levels, on a task without drift: with it the responses are too far from every line for the lowest level."""
+    task = replace(drawn_task(random), drift=1.0)
+    return Case(three_levels(random, task), task)
 
 
 def filtered(random: Random) -> Case:
@@ -226,6 +257,8 @@ MEMBERS: dict[str, Callable[[Random], Case]] = {
     "gated and normed": gated_normed,
     "recursive least squares": recursive,
     "recursion of textbooks": textbook,
+    "gated delta rule, next pair": next_pair(gated),
+    "recursive least squares, next pair": next_pair(recursive),
     "two levels, in the task": lambda random: adaptive(random, in_task=True),
     "two levels, other task": lambda random: adaptive(random, in_task=False),
 }
@@ -239,7 +272,11 @@ NOISY = {
 FAMILIES = {
     "member": MEMBERS,
     "noisy": NOISY,
-    "near miss": {**{name: near(build) for name, build in NEAR.items()}, "kalman": filtered},
+    "near miss": {
+        **{name: near(build) for name, build in NEAR.items()},
+        "kalman": filtered,
+        "three noise levels": three,
+    },
     "plain": {"ridge": plain_ridge, "one step": plain_step, "kernel smoother": smoother},
 }
 

@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 
 from analyses.lib.measured import RESULTS, ROOT
 from analyses.recurrent import learners as make
+from analyses.recurrent.weights import LEARNER
 from mechinterp import TaskConfig, figures, response
 from mechinterp.icl.predictors import ridge
 
@@ -75,8 +76,21 @@ def places() -> go.Figure:
     return figure.update_layout(template="plotly_white", width=1100, height=560)
 
 
+def trained() -> pd.DataFrame:
+    """rho and gate of trained layers with constant gates, by the label of their formula: shipped ones, and those of the
+    calibration."""
+    shipped = pd.read_csv(RESULTS / "recurrent_weights.csv")
+    shipped = shipped.rename(columns={"weights_alpha": "gate"})
+    drawn = [pd.read_csv(file) for file in (RESULTS / "recurrent").glob("calibration_trained*.csv")]
+    layers = pd.concat(drawn).dropna(subset="gate")
+    layers["score"] = layers.family.str.replace("-", "_")
+    both = pd.concat([shipped, layers[layers.score != "delta"]])
+    return both.assign(learner=both.score.map(LEARNER))[["learner", "drift", "gate"]]
+
+
 def drift(table: pd.DataFrame) -> go.Figure:
-    """Best forgetting and excess risk against rho."""
+    """Best forgetting, with the gates of trained layers, and excess risk against rho."""
+    layers = trained()
     titles = ("best factor per pair", "excess risk")
     figure = make_subplots(rows=1, cols=2, subplot_titles=titles, horizontal_spacing=0.1)
     for color, (learner, name) in zip(figures.COLORS, NAMES.items(), strict=False):
@@ -94,6 +108,18 @@ def drift(table: pd.DataFrame) -> go.Figure:
                     row=1,
                     col=column,
                 )
+    for color, (learner, name) in zip(figures.COLORS, NAMES.items(), strict=False):
+        rows = layers[layers.learner == learner]
+        if len(rows):
+            figure.add_scatter(
+                x=rows.drift,
+                y=rows.gate,
+                name=f"{name}, trained",
+                mode="markers",
+                marker={"color": color, "symbol": "x", "size": 7},
+                row=1,
+                col=1,
+            )
     figure.update_xaxes(title_text="rho of the task (1: one β for the whole prompt)")
     figure.update_yaxes(title_text="α, or gate", row=1, col=1)
     figure.update_yaxes(title_text="unit y²", rangemode="tozero", row=1, col=2)

@@ -69,6 +69,11 @@ def online(
     return predict
 
 
+def times(learner: Learner, factor: float) -> Learner:
+    """A learner whose predictions are multiplied by a factor."""
+    return lambda prompts: factor * learner(prompts)
+
+
 def lms(eta: float) -> Learner:
     """Least mean squares: the delta rule."""
     return online(lambda pair, square: eta)

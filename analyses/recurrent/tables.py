@@ -1,16 +1,81 @@
-"""Tables of docs/results/recurrent.md, from results/recurrent_weights.csv."""
+"""Tables of docs/recurrent.md and docs/results/recurrent.md, from results/recurrent_weights.csv and results/recurrent."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import binomtest
 
 from analyses.lib.result_tables import markdown
 from mechinterp.analysis.number_format import narrow_cell
 
+CLOSE = 0.98
+"""R² from which on a learner explains a layer."""
 SCALARS = {"gated": "eta", "gated_delta": "eta", "mesa": "penalty"}
 """Scalar of a rule beside alpha."""
+NAMELESS = ("undetermined", "unstructured")
+FUNCTIONS = {
+    "first": "calibration_first_models",
+    "second": "calibration_second_models",
+    "third": "calibration_third_models",
+    "fourth": "calibration_models",
+}
+LAYERS = {"first": "calibration_trained_first", "second": "calibration_trained"}
+"""Files of the draws of the calibration along the pairs."""
+
+
+def functions(results: Path) -> str:
+    """Counts of each draw of functions, with the exact interval of the wrong labels among the named."""
+    rows = []
+    for draw, name in FUNCTIONS.items():
+        table = pd.read_csv(results / "recurrent" / f"{name}.csv")
+        named = table[~table.label.isin(NAMELESS)]
+        members = table[table.kind == "member"]
+        near = table[table.kind == "near miss"]
+        rows.append(
+            (
+                draw,
+                str(len(table)),
+                str(len(named)),
+                _wrong(int((named.verdict == "wrong").sum()), len(named)),
+                str((named.verdict == "wrong scalars").sum()),
+                f"{(members.verdict == 'missed').sum()} of {len(members)}",
+                f"{(~near.label.isin(NAMELESS)).sum()} of {len(near)}",
+            )
+        )
+    header = ("Draw", "Functions", "Named", "Wrong label (95% interval)")
+    last = ("Right label, wrong scalars", "Members without label", "Near misses named")
+    return markdown((*header, *last), rows)
+
+
+def layers(results: Path) -> str:
+    """Counts of each draw of trained layers."""
+    rows = []
+    for draw, name in LAYERS.items():
+        table = pd.read_csv(results / "recurrent" / f"{name}.csv")
+        named = table[~table.label.isin(NAMELESS)]
+        asked = named.scalars_right.dropna()
+        read = (table.reading_verdict == "wrong").sum()
+        rows.append(
+            (
+                draw,
+                str(len(table)),
+                str(len(named)),
+                _wrong(int((named.verdict == "wrong").sum()), len(named)),
+                f"{(~asked.astype(bool)).sum()} of {len(asked)}",
+                str((table[table.label.isin(NAMELESS)].best_r2 >= CLOSE).sum()),
+                _wrong(int(read), len(table)),
+            )
+        )
+    header = ("Draw", "Layers", "Named", "Wrong label (95% interval)", "Scalars not of the weights")
+    last = ("Without label though a learner explains 0.98", "Wrong class of `response`")
+    return markdown((*header, *last), rows)
+
+
+def _wrong(wrong: int, of: int) -> str:
+    interval = binomtest(wrong, of).proportion_ci(method="exact")
+    return f"{wrong} ({interval.low:.1%} to {interval.high:.1%})"
 
 
 def _rows(results: Path) -> pd.DataFrame:

@@ -1,10 +1,10 @@
 """Error rates of labels and readings of trained layers along the pairs.
 
-    python -m analyses.recurrent.trained --layers FOLDER  (half an hour on one core)
+    python -m analyses.recurrent.trained --layers FOLDER  (ten minutes on one core)
 
 The layers are those of analyses/recurrent/layers.py. The truth about a layer comes from its predictions, by fits of five
 learners that are written as loops (analyses/recurrent/learners.py) and share no code with the rules of names. A label is
-right if all three hold:
+right if all three hold. On tasks that drift, each learner also counts times rho, as a prediction with the next task vector:
 
 - its learner explains R² 0.98 on fresh prompts of the layer's task, and 0.95 on prompts with another drift;
 - no other of the five explains more by 0.005 on either;
@@ -12,8 +12,9 @@ right if all three hold:
   length, where the formula of the layer says which sums grow with the length.
 
 Its scalars are right if alpha is within 0.01 of the gate in the weights, and the others within 10% of theirs; this is asked
-of layers of one head with constant gates. The right class of `response` follows from the formula of the layer. Layers that
-the file already has are skipped. Writes analyses/results/recurrent/calibration_trained.csv.
+of layers of one head with constant gates. The right class of `response` follows from finite differences of the predictions; in the first
+draw it was that of the layer's formula, which is another where keys read y. Layers that the file already has, and
+those that are not trained yet, are skipped. Writes analyses/results/recurrent/calibration_trained.csv; that of the first draw is calibration_trained_first.csv.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ from mechinterp.analysis.response import reading
 from mechinterp.icl.prompts import draw_prompts
 
 FILE = "calibration_trained.csv"
-N_FITTED, N_SCORED = 512, 2048
+N_FITTED, N_SCORED = 256, 2048
 FITTED, SCORED = 7101, 7102
 """Seeds of the prompts of fits and of scores."""
 OWN, OTHER = 0.98, 0.95
@@ -52,8 +53,13 @@ ALPHA, RELATIVE = 0.01, 0.1
 EVEN, MARGIN = 0.15, 0.02
 """Part of the squared predictions that is even in y above which a learner is no linear map, and room for either answer."""
 CONTAINS = {"forgetting_gd": "gradient_descent", "recursive_least_squares": "ridge_like"}
-FORGETS = 0.1
-"""Fall of a weight over the prompt from which on it counts as forgetting (docs/response.md)."""
+FORGETS, STILL, ONLINE = 0.1, 0.01, 0.01
+"""Limits of docs/response.md: fall of a weight over the prompt from which on it counts as forgetting; effect of a pair on a
+weight below which pairs do not interact; part of the effect of later pairs below which earlier ones have none."""
+MOST = 3
+"""Factor from a limit within which either answer is right."""
+N_CLASSED, N_REPLACED = 64, 6
+"""Prompts, and replaced pairs, for the class of a layer."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,23 @@ def candidates(length: int | None) -> dict[str, Truth]:
     }
 
 
-def fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
+def fitted(
+    truth: Truth, prompts: Prompts, target: Tensor, factors: tuple[float, ...] = (1.0,)
+) -> Learner:
+    """The learner with the scalars of least squared error, times the best of some factors."""
+    fits = [_fitted(truth, prompts, target / factor) for factor in factors]
+    learners = [make.times(fit, factor) for fit, factor in zip(fits, factors, strict=True)]
+    return min(learners, key=lambda each: float((each(prompts) - target).square().mean()))
+
+
+def _fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
     """The learner with the scalars of least squared error."""
 
     def error(logs: np.ndarray) -> float:
         return float((truth.build(*np.exp(logs))(prompts) - target).square().mean())
 
     bounds = [(None, 0.0 if n == truth.factor else 5.0) for n in range(len(truth.start))]
-    options = {"xatol": 1e-5, "fatol": 1e-10, "maxiter": 600}
+    options = {"xatol": 1e-4, "fatol": 1e-9, "maxiter": 300}
     found = minimize(
         error, np.log(truth.start), method="Nelder-Mead", bounds=bounds, options=options
     )
@@ -112,7 +127,7 @@ def explained(checkpoint: Checkpoint) -> dict[str, pd.DataFrame]:
     prompts = draw_prompts(task, N_FITTED, seed=FITTED, dtype=torch.float64)
     target = predicted(checkpoint, prompts)
     built = {
-        label: fitted(truth, prompts, target)
+        label: fitted(truth, prompts, target, (1.0, task.drift))
         for label, truth in candidates(None if divides else task.context_length).items()
     }
     found = {}
@@ -149,41 +164,76 @@ def is_right(label: str, left: Mapping[str, pd.DataFrame]) -> bool:
 
 
 def right_readings(checkpoint: Checkpoint) -> frozenset[str]:
-    """Right classes of `response` by the formula of the layer and its gates."""
-    model, length = checkpoint.config.model, checkpoint.task.context_length
-    still, fades = "no interaction", "no interaction with forgetting"
-    if model.gates == "token":
-        classes = {"online"} if model.score == "gated_delta" else {"online", fades}
-        return frozenset(classes | reads_no_linear_map(checkpoint))
-    if model.score in ("delta", "gated_delta"):
-        return frozenset({"online"})
-    if model.score == "linear/L":
-        return frozenset({still})
-    gate = torch.sigmoid(checkpoint.weights.tensors["attn.b_gate"]).min().item()
-    fall = 1 - gate ** (length - 1)
-    if model.score == "mesa":
-        # Least squares forgets by less than its gate, so that a small fall may be none in its weights.
-        slow = {"batch"} if fall < 0.5 else set()
-        return frozenset({"recursive least squares"} | slow)
-    either = {still} if fall < FORGETS + MARGIN else set()
-    return frozenset(either | ({fades} if fall > FORGETS - MARGIN else set()))
+    """Right classes of `response`, by finite differences of the predictions; several where a number is near to a limit."""
+    prompts = draw_prompts(checkpoint.task, N_CLASSED, seed=SCORED, dtype=torch.float64)
+    own = predicted(checkpoint, prompts)
+    turned, doubled = (predicted(checkpoint, replace(prompts, y=c * prompts.y)) for c in (-1, 2))
+    size = own.square().mean()
+    even = ((own + turned) / 2).square().mean() / size
+    part = max(float(even), float((doubled - 2 * own).square().mean() / (8 * size)))
+    if part > EVEN + MARGIN:
+        return frozenset({"no linear map"})
+    linear = {"no linear map"} if part > EVEN - MARGIN else set()
+    later, earlier, fall = effects(checkpoint, prompts)
+    forgets = {
+        each
+        for each, bound in ((True, fall > FORGETS - MARGIN), (False, fall < FORGETS + MARGIN))
+        if bound
+    }
+    classes = set()
+    if max(later, earlier) < MOST * STILL:
+        classes |= {
+            "no interaction with forgetting" if each else "no interaction" for each in forgets
+        }
+    if later > STILL / MOST and earlier < MOST * ONLINE * later:
+        classes |= {"online"}
+    if later > STILL / MOST and earlier > ONLINE * later / MOST:
+        classes |= {"recursive least squares" if each else "batch" for each in forgets}
+    return frozenset(classes | linear)
 
 
-def reads_no_linear_map(checkpoint: Checkpoint) -> set[str]:
-    """The class of learners that are not linear in y, if the part of the predictions that is even in y allows it."""
-    prompts = draw_prompts(checkpoint.task, N_SCORED, seed=SCORED, dtype=torch.float64)
-    own, turned = (
-        predicted(checkpoint, each) for each in (prompts, replace(prompts, y=-prompts.y))
-    )
-    even = ((own + turned) / 2).square().mean() / own.square().mean()
-    return {"no linear map"} if even > EVEN - MARGIN else set()
+def effects(checkpoint: Checkpoint, prompts: Prompts) -> tuple[float, float, float]:
+    """Effect of later and of earlier pairs on the weight of a pair, L^2 E (change)^2 / (2 E weight^2) over pairs, and the fall
+    of the mean weight per similarity from the newest pair to the oldest."""
+    n = prompts.x.shape[1]
+    weights = weights_of(checkpoint, prompts)
+    similarity = (prompts.x @ prompts.x_query[..., None])[..., 0]
+    by_place = (weights * similarity).mean(0) / similarity.square().mean(0)
+    fall = 1 - float(by_place[0] / by_place[-1])
+    later, earlier = [], []
+    for place in np.linspace(0, n - 1, N_REPLACED).round().astype(int):
+        x, y = prompts.x.clone(), prompts.y.clone()
+        x[:, place], y[:, place] = x[:, place].roll(1, 0), y[:, place].roll(1, 0)
+        change = (weights_of(checkpoint, replace(prompts, x=x, y=y)) - weights).square().mean(0)
+        size = n**2 * change / (2 * weights.square().mean()) / n
+        later.append(size[:place])
+        earlier.append(size[place + 1 :])
+    return float(torch.cat(later).mean()), float(torch.cat(earlier).mean()), fall
+
+
+def weights_of(checkpoint: Checkpoint, prompts: Prompts) -> Tensor:
+    """Derivative of the prediction with respect to each y, [batch, L], by central differences."""
+    step = float(prompts.y.std()) / 10
+    columns = []
+    for place in range(prompts.x.shape[1]):
+        moved = torch.zeros_like(prompts.y)
+        moved[:, place] = step
+        up, down = (
+            predicted(checkpoint, replace(prompts, y=prompts.y + sign * moved)) for sign in (1, -1)
+        )
+        columns.append((up - down)[:, 0] / (2 * step))
+    return torch.stack(columns, 1)
+
+
+def says_scalars(checkpoint: Checkpoint) -> bool:
+    """True for one head with constant gates, whose weights say the scalars."""
+    model = checkpoint.config.model
+    return model.n_heads == 1 and model.gates != "token" and model.score in LEARNER
 
 
 def scalars_right(checkpoint: Checkpoint, label: str, scalars: Mapping[str, float]) -> bool | None:
     """True if the scalars of a label are those of the weights; None where the weights do not say them."""
-    model = checkpoint.config.model
-    plain = model.n_heads == 1 and model.gates != "token" and model.score in LEARNER
-    if not plain or LEARNER[model.score] != label:
+    if not says_scalars(checkpoint) or LEARNER[checkpoint.config.model.score] != label:
         return None
     said = said_by_weights(checkpoint.weights)
     alpha = scalars["gate" if label == "online_gd" else "alpha"]
@@ -221,6 +271,7 @@ def row_of(name: str, checkpoint: Checkpoint) -> dict[str, object]:
         "label": label,
         "verdict": verdict,
         "scalars_right": scalars,
+        "gate": said_by_weights(checkpoint.weights)["alpha"] if says_scalars(checkpoint) else None,
         "best": own.idxmin(),
         "best_r2": 1 - own.min(),
         "r2": 1 - own.get(label, np.nan),
@@ -239,8 +290,8 @@ def main() -> None:
     file = given.out / FILE
     rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     known = {row["layer"] for row in rows}
-    for name in configs():
-        if name not in known:
+    for name in configs("second"):
+        if name not in known and (given.layers / name / "config.json").exists():
             rows.append(row_of(name, load(given.layers / name)))
             pd.DataFrame(rows).to_csv(file, index=False, float_format="%.6g")
 

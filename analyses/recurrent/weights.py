@@ -73,7 +73,10 @@ def said_by_predictions(name: str, n_prompts: int) -> dict[str, Any]:
         "r2": frame.r2[own],
         "scaled_r2": frame.r2[f"{own} {SCALED}"],
     }
-    values = found.scalars(f"{own} {SCALED}")
+    values = found.scalars(f"{own} {SCALED}").copy()
+    # On tasks that drift the algorithm may multiply its estimate by rho; the scaled read-out comes on top.
+    (member,) = [each for each in found.measured.last.learners if each.label == own]
+    values[-1] *= member.factor
     row |= {f"named_{n}": v for n, v in zip((*NAMES[score], "factor"), values, strict=True)}
     seen = response(model, n_prompts=n_prompts)
     row["reading"] = reading.kind(seen)

@@ -46,6 +46,9 @@ from mechinterp.models.weights import Weights
 PREFIX = "blocks.0.attn."
 UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
 
+CARD = "README.md"
+"""File of the model card, which hubs display."""
+
 
 def state_dict(weights: Weights) -> dict[str, Tensor]:
     """Tensors of the hooked model by name, as they are written."""
@@ -154,10 +157,6 @@ def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.transformer import ICLTransformer
-
-
-CARD = "README.md"
-"""File of the model card, which hubs display."""
 
 
 class CurrentWeights:

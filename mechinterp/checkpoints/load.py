@@ -44,6 +44,47 @@ COUNT_WORDS = ("", "model", "net", "network", "weights", "params", "state")
 """Words before a number that may also count models: then 0, 1, 2, ... or 1, 2, ... are not steps.
 """
 
+FORMATS = ("native", *NAMED)
+"""Formats that `load` reads."""
+AS_NPZ = "numpy.savez('weights.npz', **{'/'.join(path): array}), with a name and an array for each parameter"
+ORBAX = (
+    *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "ocdbt.process_0"),
+    *("default/_METADATA", "default/manifest.ocdbt", "state/_METADATA", "params/_METADATA"),
+)
+"""Files in an orbax folder."""
+FROM_ORBAX = (
+    "an orbax checkpoint, which is not read; where orbax is installed, restore it by "
+    f"orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER) and write {AS_NPZ}"
+)
+DCP = ".metadata"
+"""File in a folder of torch.distributed.checkpoint."""
+FROM_DCP = (
+    "a distributed checkpoint of torch; write one file: "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
+)
+DEEPSPEED = "latest"
+"""File in a folder of DeepSpeed, which names the folder of its last step."""
+FROM_DEEPSPEED = "a folder of DeepSpeed; name the file mp_rank_00_model_states.pt in its folder of a step, or write one file by its zero_to_fp32.py"
+OTHER_FILES = {
+    ".eqx": f"an equinox file, which has no names; where its class is installed, load it and write {AS_NPZ}",
+    ".onnx": "an ONNX graph, which is not read; where the model was made, write torch.save(model.state_dict(), 'weights.pt')",
+    ".h5": f"a Keras or HDF5 file, which is not read; write {AS_NPZ}",
+    ".keras": f"a Keras file, which is not read; write {AS_NPZ}",
+    ".gguf": "a GGUF file of a language model, which is not read",
+    ".pt2": "an exported program, which holds code; where it runs, write torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
+    ".distcp": FROM_DCP,
+    ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
+}
+"""Advice for files of other kinds, by their endings."""
+OF_TRAINING = ("flat", "moment.", "row.", "snapshot.")
+"""How the names of all tensors begin in the state file of a training run."""
+UNFINISHED = (
+    "the state of a training run that is not finished; wait for its end, or continue it with "
+    "--resume, then read the run folder"
+)
+TARGETS = ("native", FORMAT, "npz")
+"""Formats that `convert` writes."""
+
 
 def checkpoint_paths(paths: Iterable[Path]) -> list[Path]:
     """Paths in which a folder that is not a checkpoint is replaced by the checkpoints in it, one
@@ -137,48 +178,6 @@ def _in(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
-
-
-FORMATS = ("native", *NAMED)
-"""Formats that `load` reads."""
-AS_NPZ = "numpy.savez('weights.npz', **{'/'.join(path): array}), with a name and an array for each parameter"
-ORBAX = (
-    *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", "ocdbt.process_0"),
-    *("default/_METADATA", "default/manifest.ocdbt", "state/_METADATA", "params/_METADATA"),
-)
-"""Files in an orbax folder."""
-FROM_ORBAX = (
-    "an orbax checkpoint, which is not read; where orbax is installed, restore it by "
-    f"orbax.checkpoint.PyTreeCheckpointer().restore(FOLDER) and write {AS_NPZ}"
-)
-DCP = ".metadata"
-"""File in a folder of torch.distributed.checkpoint."""
-FROM_DCP = (
-    "a distributed checkpoint of torch; write one file: "
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
-)
-DEEPSPEED = "latest"
-"""File in a folder of DeepSpeed, which names the folder of its last step."""
-FROM_DEEPSPEED = "a folder of DeepSpeed; name the file mp_rank_00_model_states.pt in its folder of a step, or write one file by its zero_to_fp32.py"
-OTHER_FILES = {
-    ".eqx": f"an equinox file, which has no names; where its class is installed, load it and write {AS_NPZ}",
-    ".onnx": "an ONNX graph, which is not read; where the model was made, write torch.save(model.state_dict(), 'weights.pt')",
-    ".h5": f"a Keras or HDF5 file, which is not read; write {AS_NPZ}",
-    ".keras": f"a Keras file, which is not read; write {AS_NPZ}",
-    ".gguf": "a GGUF file of a language model, which is not read",
-    ".pt2": "an exported program, which holds code; where it runs, write torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
-    ".distcp": FROM_DCP,
-    ".mat": f"a MATLAB file, which is not read; load it by scipy.io.loadmat and write {AS_NPZ}",
-}
-"""Advice for files of other kinds, by their endings."""
-OF_TRAINING = ("flat", "moment.", "row.", "snapshot.")
-"""How the names of all tensors begin in the state file of a training run."""
-UNFINISHED = (
-    "the state of a training run that is not finished; wait for its end, or continue it with "
-    "--resume, then read the run folder"
-)
-TARGETS = ("native", FORMAT, "npz")
-"""Formats that `convert` writes."""
 
 
 @with_options

@@ -22,9 +22,25 @@ LIMIT, HALF_LIMIT = 1e-4, 2e-2
 or double precision, and in half precision."""
 LEAST_SPREAD = 1e-2
 """Least standard deviation that counts, over the largest prediction: a constant is only known to its rounding."""
-TINY = 1e-300
+_TINY = 1e-300
 HALF = (torch.float16, torch.bfloat16)
 Prediction = Float[Tensor, "batch d_y"]
+
+RANDOM = """
+between two runs on the same prompts, and not with one random state: it draws random numbers, as dropout that is always on
+does; pass training=self.training to functional.dropout, and dropout_p=0.0 to scaled_dot_product_attention unless self.training
+"""
+STATE = """
+between two runs on the same prompts, with one random state too: it keeps a state between calls, such as a counter, a
+running mean, a cache or a random generator of its own; reset the state at the start of forward, or leave it out unless
+self.training
+"""
+BATCH = """
+from the run on the whole batch if the same prompts run {how}: a prediction depends on the other prompts of the batch;
+take means within a prompt, quantise weights alone, give batch norms running statistics, and check which axis attention takes as positions
+(batch_first=True for torch's, if prompts come first)
+"""
+"""Ends of the messages, by the cause."""
 
 
 class RandomStates:
@@ -85,23 +101,6 @@ def require_function_of_prompt(
             raise ValueError(_line(off, BATCH.format(how=how)))
 
 
-RANDOM = """
-between two runs on the same prompts, and not with one random state: it draws random numbers, as dropout that is always on
-does; pass training=self.training to functional.dropout, and dropout_p=0.0 to scaled_dot_product_attention unless self.training
-"""
-STATE = """
-between two runs on the same prompts, with one random state too: it keeps a state between calls, such as a counter, a
-running mean, a cache or a random generator of its own; reset the state at the start of forward, or leave it out unless
-self.training
-"""
-BATCH = """
-from the run on the whole batch if the same prompts run {how}: a prediction depends on the other prompts of the batch;
-take means within a prompt, quantise weights alone, give batch norms running statistics, and check which axis attention takes as positions
-(batch_first=True for torch's, if prompts come first)
-"""
-"""Ends of the messages, by the cause."""
-
-
 def difference(prediction: Prediction, other: Prediction, dtype: torch.dtype) -> float:
     """Largest difference in standard deviations of the prediction over prompts; 0 if it is rounding.
 
@@ -122,7 +121,7 @@ def deviation(prediction: Prediction, other: Prediction) -> float:
     if not torch.equal(prediction.isfinite(), other.isfinite()):
         return float("inf")
     least = LEAST_SPREAD * prediction.abs().amax(0)
-    spread = torch.maximum(prediction.std(0), least).clamp_min(TINY)
+    spread = torch.maximum(prediction.std(0), least).clamp_min(_TINY)
     return ((other - prediction).abs() / spread).nan_to_num(0, 0, 0).max().item()
 
 

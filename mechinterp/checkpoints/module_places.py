@@ -25,7 +25,7 @@ HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 """Attributes of a module that state its number of heads."""
 PROJECTION_PARTS = (*ATTENTION, BY_HEAD)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
-PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
+_PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
 # Names of autograd's operations, without "Backward0".
 SUMS = (
     "Add Sub Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
@@ -35,9 +35,9 @@ View UnsafeView Reshape ReshapeAlias Transpose Permute Clone T Slice Select Unsq
 Expand ToCopy Cat Alias Split SplitWithSizes Unbind Index Stack
 """
 HIDDEN = "Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
-PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
+_PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
 """Operations through which the products behind a value are traced."""
-PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
+_PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
 
 
 def layer_names(trial: Trial, outputs: Sequence[str]) -> list[str]:
@@ -235,7 +235,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
             return alone  # separate modules per head
         if near:
             projections[piece.part] = before
-    if set(projections) not in PROJECTED:
+    if set(projections) not in _PROJECTED:
         return alone
     paths = zip(*(name.split(".")[:-1] for name in (output, *projections.values())), strict=False)
     shared = takewhile(lambda words: len(set(words)) == 1, paths)
@@ -337,7 +337,7 @@ def require_heads_outputs(trial: Trial, blocks: dict[str, str]) -> None:
             trial.run(trial.tokens.detach().clone().requires_grad_())
     for name, values in entered.items():
         made_of = set(_factors(values.grad_fn))
-        what = "hidden units" if made_of and made_of <= PROJECTIONS else ""
+        what = "hidden units" if made_of and made_of <= _PROJECTIONS else ""
         what = "the residual stream" if "_MarkedBackward" in made_of else what
         if what:
             raise ValueError(
@@ -373,7 +373,7 @@ def _factors(node: Any) -> Iterator[str]:
             continue
         seen.add(node)
         name = node.name().rpartition("::")[2]
-        if name.partition("Backward")[0].strip("_") in PASSED:
+        if name.partition("Backward")[0].strip("_") in _PASSED:
             ahead.extend(each for each, _ in node.next_functions)
         else:
             yield name

@@ -27,7 +27,7 @@ from mechinterp.models.hooked.explained import MASKED, caught, same
 from mechinterp.models.hooked.followed import PRODUCTS, PROJECTED, TINY, Heads, linear_attention
 from mechinterp.models.layers import ACTIVATIONS, readable_keys, rotated
 
-POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern", "hook_z")
+_POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern", "hook_z")
 OF_MASKS: Mapping[str, tuple[bool, bool]] = {
     "context": (True, False),
     "strict": (False, False),
@@ -38,9 +38,9 @@ OF_MASKS: Mapping[str, tuple[bool, bool]] = {
 first that fits is taken: a query whose value is 0 may as well read itself."""
 EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 """Constants in norms that are tried after the module's own."""
-CLOSE = 1e-4
+_CLOSE = 1e-4
 """Largest relative difference at which a norm or an activation counts as recognised."""
-N_PROMPTS = 4
+_N_PROMPTS = 4
 Passed = Mapping[str, Sequence[Tensor]]
 """Values at the hook points of a layer."""
 
@@ -54,7 +54,7 @@ def shown_settings(
     Args:
         batches: Prompts on which the module runs, of one length each; two lengths tell 1/L from a fixed factor.
     """
-    few = [each[:N_PROMPTS].to(module.model.cfg.dtype) for each in batches]
+    few = [each[:_N_PROMPTS].to(module.model.cfg.dtype) for each in batches]
     runs = [_passed(module, each) for each in few]
     heads = [cast(Heads, block.attn) for block in module.model.blocks]
     settings: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
     """Values at the hook points of every layer, and queries, keys and values that projections put out without a point."""
     with ExitStack() as stack:
         heads = [cast(Heads, block.attn) for block in module.model.blocks]
-        every = [stack.enter_context(caught(each, POINTS)) for each in heads]
+        every = [stack.enter_context(caught(each, _POINTS)) for each in heads]
         for own, passed in zip(heads, every, strict=True):
             own.hook_z.add_hook(partial(_note_projected, heads=own, to=passed))
         module.predict(prompts)
@@ -258,10 +258,10 @@ def _kind_of_norm(part: nn.Module) -> tuple[bool, float] | None:
     stated = (getattr(part, name, None) for name in ("eps", "variance_epsilon"))
     for eps in (*(each for each in stated if isinstance(each, float)), *EPS):
         layer = F.layer_norm(values, shape, weight, bias, eps)
-        if (layer - output).abs().max() <= CLOSE * output.abs().max():
+        if (layer - output).abs().max() <= _CLOSE * output.abs().max():
             return False, eps
         mean_square = F.rms_norm(values, shape, weight, eps)
-        if (mean_square - output).abs().max() <= CLOSE * output.abs().max():
+        if (mean_square - output).abs().max() <= _CLOSE * output.abs().max():
             return True, eps
     return None
 
@@ -276,7 +276,7 @@ def _activation(module: HookedModule, parts: ModuleParts, prompts: Prompts) -> T
             name
             for name, function in ACTIVATIONS.items()
             if pre.shape == post.shape
-            and (function(pre) - post).abs().max() <= CLOSE * post.abs().max()
+            and (function(pre) - post).abs().max() <= _CLOSE * post.abs().max()
         }
         for pre, post in zip(seen["pre"], seen["post"], strict=False)
     ]

@@ -79,7 +79,7 @@ def _parameter(each: Mapping[str, Any]) -> Parameter:
     kind, flag = TYPES[each["type"]], f"--{each['name'].replace('_', '-')}"
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
-    typed = list[kind] if each.get("several") else kind
+    typed = list[kind] if each.get("several") else kind  # type: ignore[valid-type]
     return _keyword(
         each["name"], Annotated[typed | None, typer.Option(flag, help=each["help"])], None
     )

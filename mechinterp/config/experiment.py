@@ -10,8 +10,30 @@ from mechinterp.config.task import CovarianceConfig, TaskConfig
 from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
 OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")
-LOSSES = ("query", "every")
+_LOSSES = ("query", "every")
 SCHEDULES = (None, "cosine", "one_cycle", "triangle")
+
+# Fields that were added after the first version. At their defaults they do not enter the id, so
+# that old ids are kept.
+LATER_FIELDS = {
+    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed", "drift"),
+    "model": (
+        *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
+        *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
+        *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
+        *("rms_norm", "gates", "gate_start"),
+    ),
+    "train": (
+        *("optimizer", "init_std", "shortest_context", "schedule", "clip_norm", "warm_up"),
+        *("weight_decay", "loss", "first_position"),
+        *("curriculum_every", "curriculum_d_x", "curriculum_length"),
+    ),
+}
+UNUSED_BY_ONE_LAYER = (
+    *("shortest_context", "schedule", "clip_norm", "warm_up", "weight_decay"),
+    "curriculum_every",
+)
+"""Settings of training that one layer of plain attention does not use."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class TrainConfig:
         set_checked(self, "train")
         rules = Rules("train", self)
         rules.one_of("optimizer", OPTIMIZERS)
-        rules.one_of("loss", LOSSES)
+        rules.one_of("loss", _LOSSES)
         rules.one_of("schedule", SCHEDULES)
         rules.at_least(1, "steps", "batch_size", "log_every", "n_eval_prompts")
         rules.at_least(0, "data_seed")
@@ -160,29 +182,6 @@ class TrainConfig:
 def _between(start: float, end: float, share: float) -> float:
     """Value on half a cosine from `start` to `end`."""
     return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
-
-
-# Fields that were added after the first version. At their defaults they do not enter the id, so
-# that old ids are kept.
-LATER_FIELDS = {
-    "task": ("shared_beta", "nonzeros", "n_tasks", "task_seed", "drift"),
-    "model": (
-        *("attend_to_self", "biases", "merged_qk", "context_only", "d_model"),
-        *("norm", "final_norm", "norm_eps", "d_mlp", "activation", "layout", "n_positions"),
-        *("d_read_in", "rotary_dim", "rotary_base", "rotary_adjacent_pairs"),
-        *("rms_norm", "gates", "gate_start"),
-    ),
-    "train": (
-        *("optimizer", "init_std", "shortest_context", "schedule", "clip_norm", "warm_up"),
-        *("weight_decay", "loss", "first_position"),
-        *("curriculum_every", "curriculum_d_x", "curriculum_length"),
-    ),
-}
-UNUSED_BY_ONE_LAYER = (
-    *("shortest_context", "schedule", "clip_norm", "warm_up", "weight_decay"),
-    "curriculum_every",
-)
-"""Settings of training that one layer of plain attention does not use."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ MLP_NORM = "before_mlp"
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
 LAYOUTS = ("pairs", "in_turn")
 
+T = TypeVar("T")
+NAMES = ("W_Q", "W_K", "W_V", "W_O")
+BIASES = ("b_Q", "b_K", "b_V", "b_O")
+_LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
+"""Prefixes of the names of tensors that every layer has."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -251,13 +257,6 @@ class ModelConfig:
         return width // self.n_heads if self.context_only else width
 
 
-T = TypeVar("T")
-NAMES = ("W_Q", "W_K", "W_V", "W_O")
-BIASES = ("b_Q", "b_K", "b_V", "b_O")
-LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
-"""Prefixes of the names of tensors that every layer has."""
-
-
 def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a model, by HookedTransformer's names.
 
@@ -277,8 +276,8 @@ def of_each_layer(
         f"blocks.{layer}.{name}": part(whole, layer)
         for layer in range(n_layers)
         for name, whole in stacked.items()
-        if name.startswith(LAYERED)
-    } | {name: whole for name, whole in stacked.items() if not name.startswith(LAYERED)}
+        if name.startswith(_LAYERED)
+    } | {name: whole for name, whole in stacked.items() if not name.startswith(_LAYERED)}
 
 
 def stacked_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,8 @@ SIZES = {"d_x", "d_y", "context_length"}
 MAX_FILE = 2**22
 """Largest size of a task file, in bytes."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class CovarianceConfig:
@@ -104,9 +106,6 @@ def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:
     near = 1e-12 * np.abs(full).max()
     symmetric = np.allclose(full, full.T, rtol=0, atol=near)
     return bool(symmetric and np.linalg.eigvalsh(full).min() > near)
-
-
-T = TypeVar("T")
 
 
 def _noting_what_is_passed(cls: type[T]) -> type[T]:

@@ -157,6 +157,8 @@ class Algorithm:
     """Label of the smaller algorithm that this one is for some scalars: if both explain a model, the smaller is its name."""
     equivariant: bool = True
     """True: rotating x and x_query together does not change the prediction."""
+    factor: float = 1.0
+    """Fixed factor on the predictions of `run`: rho, if a learner of tasks that drift predicts with the next task vector."""
     covariates: Callable[..., Tensor] | None = None
     """Function of the arguments of `run`: the query's x after each layer, [layer, batch, d_x]. None: layers do not
     change x."""

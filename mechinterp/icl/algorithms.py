@@ -12,6 +12,11 @@ from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, filtered,
 from mechinterp.icl.along_pairs import ALONG_PAIRS
 from mechinterp.icl.predictors import dmmse
 
+_SEEN = 1e-12
+"""An eigenvalue below this fraction of the largest counts as 0."""
+ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
+SHRINKING = (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item()))
+
 
 def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor]:
     """a_l(s) before each layer and after the last, with x_l = a_l(S) x: x_{l+1} = (1 - gamma_l S_l) x_l and
@@ -96,7 +101,7 @@ def _adaptive_ridge(
     n_pairs, (s, vectors) = moments.context_length, moments.modes
     y = moments.prompts.y
     along = (vectors.mT @ moments.b).square()
-    seen = s > SEEN * s[:, -1:]
+    seen = s > _SEEN * s[:, -1:]
     parts = torch.where(seen[..., None], n_pairs * along / s.clamp(min=1e-300)[..., None], 0.0)
     rest = (y.square().sum(1) - parts.sum(1)).clamp(min=0)
     logs = []
@@ -126,11 +131,6 @@ def _penalties(moments: PromptMoments) -> tuple[float, float]:
     penalty = moments.penalty or 0.1
     return penalty / 10, 100.0
 
-
-SEEN = 1e-12
-"""An eigenvalue below this fraction of the largest counts as 0."""
-ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
-SHRINKING = (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item()))
 
 ALGORITHMS = (
     Algorithm(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
 
-SMALLEST_GATE = 1e-3
+_SMALLEST_GATE = 1e-3
 """Lower bound of a factor per pair in fits."""
 
 
@@ -72,7 +72,7 @@ ALONG_PAIRS = (
     Algorithm(
         "descent with forgetting",
         "forgetting_gd",
-        (_scalar("eta", 1.0), _scalar("alpha", 0.95, SMALLEST_GATE)),
+        (_scalar("eta", 1.0), _scalar("alpha", 0.95, _SMALLEST_GATE)),
         _forgetting,
         has_path=False,
         along_pairs=True,
@@ -83,7 +83,7 @@ ALONG_PAIRS = (
         "online_gd",
         (
             Scalar("eta", lambda moments: 0.5 / moments.curvature, where="once"),
-            _scalar("gate", 0.99, SMALLEST_GATE),
+            _scalar("gate", 0.99, _SMALLEST_GATE),
             Scalar("norm", lambda moments: 0.1 / moments.curvature, where="once"),
         ),
         _online,
@@ -94,7 +94,7 @@ ALONG_PAIRS = (
         "recursive least squares",
         "recursive_least_squares",
         (
-            _scalar("alpha", 0.97, SMALLEST_GATE),
+            _scalar("alpha", 0.97, _SMALLEST_GATE),
             Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9),
         ),
         _recursive,

@@ -15,6 +15,13 @@ from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK_BYTES, chunks
 
+POOL_BYTES = 2**26
+"""Upper bound on the residuals (prompts by tasks) that are in memory at once, in bytes."""
+_ROUNDING = 64
+"""Tolerance for tasks that fit best without noise, in units of the prompts' rounding error."""
+PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
+"""Ridge penalties among which the best one is chosen."""
+
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
     """Constant prediction 0, the best prediction without a context.
@@ -256,11 +263,6 @@ def kalman(prompts: Prompts, *, task: TaskConfig) -> Float[Tensor, "batch d_y"]:
     return einsum(m, given.x_query, "batch d_x d_y, batch d_x -> batch d_y").to(prompts.y.dtype)
 
 
-POOL_BYTES = 2**26
-"""Upper bound on the residuals (prompts by tasks) that are in memory at once, in bytes."""
-ROUNDING = 64
-"""Tolerance for tasks that fit best without noise, in units of the prompts' rounding error."""
-
 Pool = Float[Tensor, "task d_x d_y"]
 
 
@@ -292,7 +294,7 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     given = prompts.to(torch.float64)
     length, d_y = max(1, prompts.x.shape[1]), prompts.y.shape[2]
     size = max(1, POOL_BYTES // (8 * length * d_y * min(len(pool), 1024)))
-    tolerance = ROUNDING * torch.finfo(prompts.y.dtype).eps
+    tolerance = _ROUNDING * torch.finfo(prompts.y.dtype).eps
     means = [
         _posterior_mean(given[start : start + size], pool, noise_var, tolerance)
         for start in range(0, len(prompts), size)
@@ -387,10 +389,6 @@ def _best_fit(prompts: Prompts, pool: Tensor, tolerance: float) -> Float[Tensor,
         fits = (_squares(prompts, part).sqrt() <= bound).to(pool.dtype)
         total, weighted = total + fits.sum(-1, keepdim=True), weighted + fits @ part.flatten(1)
     return (weighted / total).unflatten(-1, pool.shape[1:])  # type: ignore[union-attr]
-
-
-PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
-"""Ridge penalties among which the best one is chosen."""
 
 
 class PromptsTask(TaskConfig):

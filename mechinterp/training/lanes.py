@@ -24,8 +24,13 @@ from torch import Tensor
 from mechinterp.config import SCORES
 
 LANES = 32
-CLOSE = 1e-3
+_CLOSE = 1e-3
 """Largest difference between the compiled step and the tensor operations, relative to the largest entry."""
+
+VECTOR = ir.VectorType(ir.FloatType(), LANES)
+INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+# a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
+CONTRACT = ("contract",)
 
 
 class LanesType(types.Type):
@@ -36,10 +41,6 @@ class LanesType(types.Type):
 
 
 lanes = LanesType("lanes")
-VECTOR = ir.VectorType(ir.FloatType(), LANES)
-INTEGERS = ir.VectorType(ir.IntType(32), LANES)
-# a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
-CONTRACT = ("contract",)
 
 
 @register_model(LanesType)
@@ -209,9 +210,9 @@ def require_close(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]
     """
     for one, other in zip(found, expected, strict=True):
         error, largest = (one.double() - other.double()).abs().max(), other.abs().max()
-        if not error <= CLOSE * largest:
+        if not error <= _CLOSE * largest:
             raise ValueError(
-                f"the compiled step of {name} must agree with the tensor operations to {CLOSE}, got an error of "
+                f"the compiled step of {name} must agree with the tensor operations to {_CLOSE}, got an error of "
                 f"{error:.3g} of {largest:.3g}: delete its folder, {cache_folder()}, and start again."
             )
 

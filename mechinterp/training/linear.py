@@ -48,6 +48,11 @@ from mechinterp.training.run import TrainedModel, history_of
 if TYPE_CHECKING:
     from scipy.integrate import OdeSolver
 
+LARGEST_IMPLICIT = 160
+"""Up to this many weights the solver LSODA is used, which can take implicit steps; above it DOP853."""
+_CHUNK = 8192
+"""Number of training sequences that are drawn at once."""
+
 
 def check_heads(heads: Heads, moments: Moments) -> None:
     """Refuse heads that do not fit the moments, or that cannot move.
@@ -103,10 +108,6 @@ def velocity_of(heads: Heads, moments: Moments) -> Callable[[np.ndarray], np.nda
         return np.concatenate([read.reshape(n_heads, rank).sum(1), K.ravel(), Q.ravel()])
 
     return separate
-
-
-LARGEST_IMPLICIT = 160
-"""Up to this many weights the solver LSODA is used, which can take implicit steps; above it DOP853."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -266,10 +267,6 @@ def _follow(
     return np.concatenate(time), np.concatenate(states)
 
 
-CHUNK = 8192
-"""Number of training sequences that are drawn at once."""
-
-
 def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x d_x"]) -> Moments:
     """Moments of a training set, accumulated batch by batch, in float64.
 
@@ -300,7 +297,7 @@ def sample_moments(batches: Iterable[Prompts], *, basis: Float[np.ndarray, "d_x 
 
 
 def training_set(
-    task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = CHUNK
+    task: TaskConfig, n_sequences: int, *, seed: int, chunk: int = _CHUNK
 ) -> Iterable[Prompts]:
     """Training set in chunks, a function of its size and seed alone.
 
@@ -546,5 +543,5 @@ def moments_bytes(config: ExperimentConfig) -> int:
     floats = 8 * task.d_x**4 + n_rows * (
         8 * flatten(initial_heads(config)).size + 4 * task.d_x**2 + 4 * layer
     )
-    chunk = min(task.n_sequences or 0, CHUNK)
+    chunk = min(task.n_sequences or 0, _CHUNK)
     return 8 * (floats + 4 * chunk * (prompt_bytes(task, width=1) + task.d_x**2))

@@ -30,9 +30,17 @@ from mechinterp.interrupts import uninterrupted
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
 
-FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
+_FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
 ORDER = "stacked"
 """Order of weights in a flat tensor: tensor by tensor, each with all layers."""
+
+SAVE_SECONDS = 30.0
+"""Seconds between two writes of the state file."""
+ROUNDED_UP_TO = 64
+CHUNK_BYTES = 2**24
+"""Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
+_LOSSES = ("loss", "eval_loss")
+"""First parts of the names of the history's losses; each has one number per model."""
 
 
 def write_state(
@@ -115,7 +123,7 @@ def resumable(file: Path) -> Iterator[None]:
     """
     try:
         yield
-    except FAULTS as error:
+    except _FAULTS as error:
         reason = one_line(error) if file.exists() else "does not exist"
         raise CheckpointError(
             f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
@@ -172,13 +180,6 @@ def named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-SAVE_SECONDS = 30.0
-"""Seconds between two writes of the state file."""
-ROUNDED_UP_TO = 64
-CHUNK_BYTES = 2**24
-"""Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
-LOSSES = ("loss", "eval_loss")
-"""First parts of the names of the history's losses; each has one number per model."""
 Batch = tuple[Prompts, ...]
 """One set of prompts per task of a run, with the same covariates and noise."""
 
@@ -411,7 +412,7 @@ class Run(ABC, Generic[Form]):
         """Weights, history and snapshots of every model, by name; later steps do not change them."""
         trained = {}
         # Rows restored from a file have another order: loss, eval_loss, and then by number of pairs.
-        losses = sorted((n for n in self.rows if n.startswith(LOSSES)), key=lambda n: (len(n), n))
+        losses = sorted((n for n in self.rows if n.startswith(_LOSSES)), key=lambda n: (len(n), n))
         for index, (name, config) in enumerate(self.models.items()):
             history = history_of(
                 self.rows["step"],

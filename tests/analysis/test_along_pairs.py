@@ -79,6 +79,37 @@ def test_a_member_keeps_its_label_on_a_task_that_drifts(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated", "normed", "rls .95"])
+def test_a_member_that_predicts_with_the_next_task_vector_gets_its_label_and_scalars(name: str):
+    """The best estimate of the next task vector is rho times that of the last; any other factor is another learner."""
+    learner, label, scalars = MEMBERS[name]
+    found = name_algorithm(make.times(learner, DRIFTS.drift), task=DRIFTS)
+    assert found.label == label
+    np.testing.assert_allclose(found.scalars(label), scalars, atol=1e-3)
+    numbers = {number.name: number.value for number in found.numbers}
+    assert numbers["read_out"] == DRIFTS.drift
+    for factor, task in ((0.85, DRIFTS), (1.1, DRIFTS), (DRIFTS.drift - 0.02, TASK)):
+        assert name_algorithm(make.times(learner, factor), task=task).label == UNDETERMINED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sign"), [("rls .95", 1), ("textbook", -1)])
+def test_the_form_of_the_penalty_is_told_by_other_lengths(name: str, sign: int):
+    found = name_algorithm(MEMBERS[name][0], task=TASK)
+    (gain,) = [each for each in found.numbers if each.name == "constant_penalty"]
+    assert sign * gain.value > 2 * gain.sem > 0
+    (said,) = [text for text in found.sentences() if text.startswith("Its penalty")]
+    assert ("is constant:" in said) == (sign > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rho", [0.95, 0.9])
+def test_the_kalman_filter_of_its_own_task_has_no_label(rho: float):
+    task = replace(TASK, drift=rho)
+    assert name_algorithm(partial(kalman, task=task), task=task).label == UNDETERMINED
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_near_miss_has_no_label(name: str):
     assert name_algorithm(NEAR_MISSES[name], task=TASK).label == UNDETERMINED

@@ -229,6 +229,12 @@ def test_pairs_are_masks_of_two(few):
     assert not matrix.diagonal().any()
 
 
+def test_pairs_of_one_head_are_refused(prompts):
+    model = ICLTransformer.from_weights(diagonal_heads([0.2], [3.4], d_x=5), task=TaskConfig())
+    with refused("pairs", "two heads"):
+        ablate(model, prompts, what="pairs")
+
+
 def test_heads_of_one_layer_interact_by_the_product_of_their_outputs(prompts):
     # With y_hat = a + b + rest the interaction is (e - a - b)^2 - (e - a)^2 - (e - b)^2 + e^2 = 2 a b.
     weights = diagonal_heads([0.2, -0.1, 0.4], [3.4, -2.9, 0.3], d_x=5)

@@ -114,6 +114,56 @@ def test_a_yaml_file_says_what_differs_from_its_preset(yaml_file: Path):
         named_config(str(yaml_file))
 
 
+RECURRENT_YAML = """
+preset: gated-delta-h1
+task:
+  d_x: 2
+  context_length: 4
+  {law}
+train: {{steps: 4, batch_size: 8, log_every: 2, n_eval_prompts: 16}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("yaml", "setting", "value"),
+    [
+        ("drift: 0.9", "drift", 0.9),
+        ("noise_var: [[0.01, 0.5], [1, 0.5]]", "noise_var", ((0.01, 0.5), (1.0, 0.5))),
+    ],
+)
+def test_laws_of_drift_and_of_noise_levels_are_stated_in_yaml_json_and_by_set(
+    run, yaml: str, setting: str, value: object, tmp_path: Path
+):
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    file.write_text(RECURRENT_YAML.format(law=yaml))
+    run("train", file, "--out", out, "-q").done()
+    assert getattr(load(out).task, setting) == value
+    stored = json.loads((out / "config.json").read_text())["experiment"]["task"][setting]
+    assert stored == json.loads(json.dumps(value))  # tuples are lists in JSON
+    text = f"task.{setting}={json.dumps(value)}"
+    few = ("task.d_x=2", "task.context_length=4", "train.steps=4", "train.batch_size=8")
+    few += ("train.log_every=2", "train.n_eval_prompts=16")
+    asked = [word for each in (text, *few) for word in ("--set", each)]
+    run("train", "gated-delta-h1", "--out", tmp_path / "other", "-q", *asked).done()
+    other, own = load(tmp_path / "other"), load(out)
+    assert other.task == own.task
+    assert torch.equal(other.weights.W_Q, own.weights.W_Q)
+    document = json.loads(run("error-curve", out, "--n-prompts", "64", "--json").out)
+    assert document
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task.drift=1.5", ("drift", "(0, 1]", 1.5)),
+        ("task.noise_var=[[0.1, 0.5], [1, 0.2]]", ("noise_var", "sum to 1")),
+        ("task.noise_var=[[0.1, 1.0], [1]]", ("noise_var",)),
+    ],
+)
+def test_a_wrong_law_of_drift_or_noise_is_one_line(run, text: str, words: tuple, tmp_path: Path):
+    run("train", "gla-h1", "--out", tmp_path / "out", "--set", text).assert_refused(*words)
+
+
 def test_training_from_yaml_logs_lines_of_json(run, yaml_file: Path, tmp_path: Path):
     log = tmp_path / "log.jsonl"
     run("train", yaml_file, "--out", tmp_path / "out", "--log", log, "-q").done()

@@ -20,6 +20,7 @@ KINDS = {
     "tanh": "checkpoints/tanh-h2-s0",
     "linear merged": "checkpoints/linear-merged-s0",
     "linear separate": "checkpoints/linear-separate-s0",
+    "recurrent": "checkpoints/gated-delta-h1-drift0.95-s0",
     "deep linear": "checkpoints/sparse-h4-noise0.1-s0",
     "deep softmax": f"{FILES}/deep-softmax",
     "gpt2": f"{FILES}/garg.pt",

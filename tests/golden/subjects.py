@@ -47,7 +47,9 @@ def task_of(subject: str, hints: Hints) -> TaskConfig:
 def drawn_prompts(task: TaskConfig, n_prompts: int) -> dict[str, Tensor]:
     """Prompts of a task, in half precision, so that every dtype holds the same numbers."""
     prompts = draw_prompts(task, n_prompts, generator=generator_for(2024, "eval", 0))
-    return {field.name: getattr(prompts, field.name).half() for field in fields(prompts)}
+    tensors = {field.name: getattr(prompts, field.name) for field in fields(prompts)}
+    # The vectors of every pair are there on tasks that drift alone.
+    return {name: tensor.half() for name, tensor in tensors.items() if tensor is not None}
 
 
 def heads_of(subject: str, hints: Hints) -> list[Head]:
@@ -133,7 +135,8 @@ def _checkpoint(subject: str, hints: Hints, dtype: torch.dtype) -> Checkpoint:
 
 
 def _prompts(arrays: PromptArrays, dtype: torch.dtype) -> Prompts:
-    return Prompts(**arrays).to(dtype)
+    missing = {"beta": None}  # task vectors that drift
+    return Prompts(**missing | dict(arrays)).to(dtype)
 
 
 def _float64(found: Tensor, dtype: torch.dtype) -> np.ndarray:

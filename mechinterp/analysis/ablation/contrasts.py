@@ -70,7 +70,13 @@ def blocks(predictor: Predictor) -> Rows:
 
 
 def pairs(predictor: Predictor) -> Rows:
-    """Every two heads together, and what that costs beyond both alone."""
+    """Every two heads together, and what that costs beyond both alone.
+
+    Raises:
+        ValueError: If the model has one head.
+    """
+    if len(predictor.heads) < 2:
+        raise ValueError("what='pairs' needs a model of two heads or more, got one head.")
     rows: Rows = {}
     for one, other in combinations(predictor.heads, 2):
         both = Mask((one, other))

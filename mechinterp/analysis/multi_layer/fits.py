@@ -23,12 +23,22 @@ from mechinterp.analysis.multi_layer.rests import Rest
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, fit_algorithm, scalar_errors
+from mechinterp.icl.algorithm import (
+    TOLERANCE,
+    Algorithm,
+    PromptMoments,
+    fit_algorithm,
+    scalar_errors,
+)
 
 LOOSE = 0.95
 """Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""
 COARSE = 1e-4
 """A fit of an algorithm ends if a step lowers the mean square by less than this fraction."""
+N_STARTS = 2
+"""Number of starts of the fit of an algorithm to the last prediction."""
+N_STARTS_ADAPTIVE = 8
+"""Number of starts of the fit of adaptive ridge, whose search may end where one noise level has nearly no weight."""
 ADAPTIVE = "adaptive_ridge"
 """Label whose noise levels show on prompts of several levels only."""
 
@@ -52,6 +62,9 @@ class FitScores:
     """Mean squares of the model's predictions."""
     rests: Mapping[str, "Rest"] = field(default_factory=dict)
     """Part of the model that an algorithm with a scaled read-out leaves unexplained, by label."""
+    by_length: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """R² at other lengths if sums over the pairs are divided by their number, minus that if they are divided by the own length,
+    with its standard error, by label. The penalty of recursive least squares is constant, or falls as alpha^L."""
     progress: Mapping[str, LeastProgress] = field(default_factory=dict)
     """Least progress of the model along any direction of the task vector, relative to an algorithm's, by label."""
 
@@ -144,7 +157,7 @@ class FitTrial:
         sizes = [squares(self.own.predictions[SCORED_PROMPTS])] * self.n_own
         sizes += [squares(self.settings[name].predictions) for name in others]
         error = np.full((len(learners), len(sizes), len(sizes[0])), np.nan)
-        scalars = []
+        scalars, by_length = [], {}
         for row, learner in enumerate(learners):
             start = (starts or {}).get(learner.label or learner.name)
             values = self._fitted(learner, start, n_starts, tolerance)
@@ -153,11 +166,20 @@ class FitTrial:
                 path[-self.n_own :] - self.target[:, SCORED_PROMPTS]
             )
             if others and 1 - own.sum(1).max() / sizes[0].sum() >= LOOSE:
-                error[row, self.n_own :] = self._elsewhere(learner, values, others)
+                laws = self._elsewhere(learner, values, others)
+                error[row, self.n_own :] = min(laws, key=np.mean)
+                if len(laws) > 1 and learner.label:
+                    by_length[learner.label] = self._gain_of_means(laws, others)
             scalars.append(values)
         columns = (*layers, *others)
         return FitScores(
-            tuple(learners), tuple(scalars), columns, self.n_own, error, np.array(sizes)
+            tuple(learners),
+            tuple(scalars),
+            columns,
+            self.n_own,
+            error,
+            np.array(sizes),
+            by_length=by_length,
         )
 
     def _fitted(
@@ -165,6 +187,8 @@ class FitTrial:
     ) -> Float[np.ndarray, " _"]:
         """Scalars of a learner, fitted to the target on the prompts of the fits."""
         moments, wanted = self._fit_to(learner)
+        if learner.label == ADAPTIVE:
+            n_starts, tolerance = N_STARTS_ADAPTIVE, TOLERANCE
         return fit_algorithm(
             learner,
             moments,
@@ -175,9 +199,18 @@ class FitTrial:
             tolerance=tolerance,
         ).scalars
 
+    def fit_error(self, learner: Algorithm, start: Float[np.ndarray, " _"] | None) -> float:
+        """Mean square that a learner leaves on the prompts of the fits."""
+        moments, wanted = self._fit_to(learner)
+        scalars = self._fitted(learner, start, N_STARTS, COARSE)
+        path = learner.predictions(moments, scalars.tolist(), self.n_layers)
+        return float((path[-1] - (wanted if wanted.ndim == 2 else wanted[-1])).square().mean())
+
     def _fit_to(self, learner: Algorithm) -> tuple[PromptMoments, Tensor]:
         """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""
-        if learner.label == ADAPTIVE and self.varied is not None:
+        # Also with a scaled read-out, which has a name alone.
+        adaptive = (learner.label or learner.name).startswith(ADAPTIVE)
+        if adaptive and self.varied is not None:
             return PromptMoments(self.varied.prompts, self.task), self.varied.predictions
         wanted = self.target[:, FITTED_PROMPTS][:, :FIT_PROMPTS]
         return self.moments("fit"), wanted if self.n_own > 1 else wanted[0]
@@ -189,11 +222,23 @@ class FitTrial:
         moments, wanted = self._fit_to(learner)
         return scalar_errors(learner, moments, wanted, scalars, n_layers=self.n_layers)
 
+    def _gain_of_means(
+        self, laws: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[float, float]:
+        """R² of the first law minus that of the second at other lengths, with its standard error over prompts."""
+        rows = [n for n, name in enumerate(names) if self.settings[name].scale != 1]
+        if not rows:
+            return np.nan, np.nan
+        gains = np.concatenate([laws[1][n] - laws[0][n] for n in rows])
+        sizes = np.concatenate([squares(self.settings[names[n]].predictions) for n in rows])
+        gain, sem = ratio_and_sem(gains[:, None], sizes)
+        return float(gain[0]), float(sem[0])
+
     def _elsewhere(
         self, learner: Algorithm, scalars: np.ndarray, names: Sequence[str]
-    ) -> np.ndarray:
-        """Errors in other settings. Moments are means over the pairs; or sums, so that step sizes grow with the length,
-        if these fit better."""
+    ) -> list[np.ndarray]:
+        """Errors in other settings, for one or two laws: moments are means over the pairs, or sums, so that step sizes grow
+        with the length."""
         laws = []
         for summed in (False, True) if learner.has_path or learner.along_pairs else (False,):
             errors = []
@@ -202,7 +247,7 @@ class FitTrial:
                 last = learner.predictions(moments, scalars.tolist(), self.n_layers)[-1]
                 errors.append(squares(last - self.settings[name].predictions))
             laws.append(np.array(errors))
-        return min(laws, key=np.mean)
+        return laws
 
 
 def predict_by(

@@ -15,7 +15,14 @@ import pandas as pd
 import torch
 
 from mechinterp.analysis.multi_layer.directions import directions_of, law_of, progress_of
-from mechinterp.analysis.multi_layer.fits import ADAPTIVE, LOOSE, FitScores, FitTrial, predict_by
+from mechinterp.analysis.multi_layer.fits import (
+    ADAPTIVE,
+    LOOSE,
+    N_STARTS,
+    FitScores,
+    FitTrial,
+    predict_by,
+)
 from mechinterp.analysis.multi_layer.identities import (
     PAIR_ORDER,
     TIMES,
@@ -44,7 +51,7 @@ from mechinterp.analysis.multi_layer.naming_rules import (
     decide,
 )
 from mechinterp.analysis.multi_layer.rests import REST_ROUNDING, reflected
-from mechinterp.analysis.multi_layer.scaled import with_scaled
+from mechinterp.analysis.multi_layer.scaled import read_out_of, with_scaled
 from mechinterp.analysis.multi_layer.stream import path_of, step_effects
 from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
@@ -241,7 +248,8 @@ def measure(
         path = _with_progress(path, subject, own, read, limits, seed)
     if gate is not None:
         starts = {**gate.first_scalars(members, trial.moments("fit")), **starts}
-    last = trial.scores(members, starts, n_starts=2)
+    members = tuple(read_out_of(each, trial, starts.get(str(each.label))) for each in members)
+    last = trial.scores(members, starts, n_starts=N_STARTS)
     own_tests = {}
     for m, each in enumerate(members):
         if last.r2()[m, OWN_COLUMN] >= LOOSE and not satisfies_all(each):

@@ -23,13 +23,17 @@ from mechinterp.analysis.multi_layer.naming_rules import (
     Named,
     WhyNot,
 )
-from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.display import Result
 
 UNSURE = ("frequency", "readings")
 """Rules that keep a label from standing although it is the one that the numbers earn."""
+LEAST_SQUARES = "recursive_least_squares"
+"""Label whose penalty is constant or falls with the number of pairs."""
+ERRORS = 2
+"""Number of standard errors from which on a difference decides between the two penalties."""
 OWN_COLUMN = 0
 """Column of the last prediction at the model's own length."""
 
@@ -264,7 +268,36 @@ class Naming(Named, Result):
         )
         listed = ", ".join(f"{name} {with_error(value, sem)}" for name, value, sem in numbers)
         texts = [f"Its numbers: {listed}." if listed else "", self.left_out]
+        texts += self._of_recurrence()
         return [f"The label is {self.label}: {self.reason}.", *filter(None, texts)]
+
+    def _of_recurrence(self) -> list[str]:
+        """Sentences on the read-out and on the penalty of a learner along the pairs."""
+        numbers = {number.name: number for number in self.numbers}
+        texts = []
+        if self.label != UNDETERMINED and "read_out" in numbers:
+            factor = digits(numbers["read_out"].value)
+            texts.append(
+                f"It predicts with the next task vector: its estimate times rho, {factor}."
+            )
+        penalty = numbers.get("constant_penalty")
+        if self.label == LEAST_SQUARES and penalty and np.isfinite(penalty.sem):
+            gain, sem = penalty.value, penalty.sem
+            more = with_error(abs(gain), sem)
+            if abs(gain) <= ERRORS * sem:
+                texts.append(
+                    f"Its penalty may be constant or fall as alpha^L: R² at other lengths differs by {more}."
+                )
+            else:
+                law, other = (
+                    ("is constant", "that falls as alpha^L")
+                    if gain > 0
+                    else ("falls as alpha^L", "that is constant")
+                )
+                texts.append(
+                    f"Its penalty {law}: R² at other lengths is {more} higher than with one {other}."
+                )
+        return texts
 
     @property
     def _scalar_names(self) -> tuple[str, ...]:
@@ -319,6 +352,11 @@ class Naming(Named, Result):
         if name in scores.rests:
             share, _ = scores.rests[name].share(most=self.measured.is_function)
             yield limited("rest", share, limits.rest_of(self.measured.is_function))
+        learner = next(each for each in scores.learners if each.label == name)
+        if learner.factor != 1:
+            yield Number("read_out", learner.factor)
+        if name == LEAST_SQUARES and name in self.measured.last.by_length:
+            yield Number("constant_penalty", *self.measured.last.by_length[name])
         if self.label != UNDETERMINED:
             share = self.frequency.get(self.label, 0.0)
             yield limited("label_frequency", share, limits.frequency, least=True)

@@ -284,12 +284,11 @@ def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | Non
 def _elsewhere(
     m: int, scores: FitScores, r2: np.ndarray, measured: Measured, limits: Limits
 ) -> WhyNot | None:
-    """The setting in which an algorithm along the pairs explains least, if that is too little: any of a function, other
-    drift of a model."""
-    if not scores.learners[m].along_pairs:
-        return None
+    """The setting in which an algorithm explains too little: other drift, which is asked of learners along the pairs; for an
+    algorithm along the pairs and a function, any setting."""
     others = range(scores.n_own, len(scores.columns))
-    asked = [n for n in others if measured.is_function or scores.columns[n] == OTHER_DRIFT]
+    every = measured.is_function and scores.learners[m].along_pairs
+    asked = [n for n in others if every or scores.columns[n] == OTHER_DRIFT]
     limit = limits.explained if measured.is_function else limits.noise
     where = min(asked, key=lambda n: r2[m, n], default=None)
     if where is None or r2[m, where] >= limit:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.fits import FitScores, FitTrial
 from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED_PROMPTS, Predict
 from mechinterp.analysis.multi_layer.rests import reflected, rest_of
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithm import CLEARLY, Algorithm, PromptMoments, Scalar
 
 FINE = 1e-8
 """A fit of a scaled read-out ends if a step lowers the mean square by less than this fraction."""
@@ -38,6 +38,34 @@ def scaled(learner: Algorithm) -> Algorithm:
     return Algorithm(
         scaled_name(learner), None, (*learner.scalars, factor), run, has_path=learner.has_path
     )
+
+
+def for_next_pair(learner: Algorithm, drift: float) -> Algorithm:
+    """An algorithm along the pairs that multiplies its estimate by rho: the best estimate of the next task vector is rho
+    times that of the last.
+
+    Example:
+        >>> from mechinterp.icl.along_pairs import ALONG_PAIRS
+        >>> for_next_pair(ALONG_PAIRS[1], 0.9).factor
+        0.9
+    """
+
+    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
+        return drift * learner.run(moments, n_layers, *scalars)
+
+    return replace(learner, run=run, factor=drift)
+
+
+def read_out_of(
+    learner: Algorithm, trial: FitTrial, start: Float[np.ndarray, " _"] | None
+) -> Algorithm:
+    """The algorithm, or on tasks that drift the one that predicts with the next task vector if it clearly fits better."""
+    drift = trial.task.drift
+    if drift == 1 or not learner.along_pairs:
+        return learner
+    other = for_next_pair(learner, drift)
+    own_error, other_error = (trial.fit_error(each, start) for each in (learner, other))
+    return other if other_error < (1 - CLEARLY) * own_error else learner
 
 
 @dataclass(frozen=True, eq=False)

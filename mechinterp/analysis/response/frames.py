@@ -82,6 +82,9 @@ class Frames:
     """name, value, sem: c, alpha, eta, gate, and further numbers."""
     by_gradient: bool
     """True: gradients with respect to y were projected; False: predictions were."""
+    sums_follow_law: bool
+    """True: the sum of two y is again a response of the task, up to its size, so that the mismatch of sums says whether the
+    learner is linear in y."""
     coordinates: Float[np.ndarray, "d_x d_x"] | None
     """Matrix R of the coordinates R x in which the filter is measured; None: those of x."""
     context_length: int

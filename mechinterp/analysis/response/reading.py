@@ -53,11 +53,11 @@ def forgets(found: Frames, output: int = 0) -> bool:
 def not_linear(found: Frames, output: int = 0) -> float:
     """Part of the squared predictions that is not linear in y.
 
-    On Gaussian tasks it is the mismatch of f(sum of two y) and the sum of both f, or the part that is even in y if that is
+    On Gaussian tasks, with drift or without, it is the mismatch of f(sum of two y) and the sum of both f, or the part that is even in y if that is
     larger; else what all columns leave.
     """
     rows = found.of_output(found.symmetries, output).set_index("symmetry").mismatch
-    mismatch = float(rows.get("sum of two y", np.nan)) if found.by_gradient else np.nan
+    mismatch = float(rows.get("sum of two y", np.nan)) if found.sums_follow_law else np.nan
     left = found.of_output(found.left, output).left
     if np.isnan(mismatch):
         return float(left.min())

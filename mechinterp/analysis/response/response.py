@@ -154,6 +154,7 @@ def response(
     return Response(
         **frames,
         by_gradient=setting.by_gradient,
+        sums_follow_law=setting.by_gradient or setting.drifts,
         coordinates=outputs[0].root,
         context_length=prompts.x.shape[1],
         n_prompts=len(prompts),

@@ -33,6 +33,8 @@ class Measuring:
     law: TaskConfig | None
     bayes: Learner | None
     by_gradient: bool
+    drifts: bool
+    """True: Gaussian task vectors that change from pair to pair, and one noise level."""
     coordinates: str | np.ndarray | None
     n_layers: int
     """Number of layers after which the filter is measured; 0 without them."""
@@ -54,13 +56,13 @@ class Measuring:
         function = function_of(source)
         depth = 1 if is_learner(source) else predictor_of(source).n_layers
         # The metric of the gradients is that of Gaussian y given x with one task vector and one noise level.
-        gaussian = (
+        normal = (
             law is not None
             and law.n_tasks is None
             and law.sparsity is None
-            and law.drift == 1
             and len(law.noise_levels) == 1
         )
+        gaussian = normal and law is not None and law.drift == 1
         return cls(
             source=source,
             function=function,
@@ -69,6 +71,7 @@ class Measuring:
             law=law,
             bayes=None if law is None else bayes_of(law),
             by_gradient=gaussian if by == "auto" else by == "gradient",
+            drifts=normal and not gaussian,
             coordinates=coordinates,
             n_layers=depth if layers else 0,
             descents=depth,

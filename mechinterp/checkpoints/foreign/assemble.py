@@ -16,12 +16,12 @@ from mechinterp.models.weights import Weights
 
 Tried = Mapping[str, str | float | bool | None]
 """Choices of a reading, by the name of the argument of `load`."""
-TOKEN, ATTENTION, MLP = range(3)
+TOKEN, _ATTENTION, MLP = range(3)
 """Parts of the stream, side by side if outputs are not added to it."""
 IN_STREAM = {
     **{f"attn.W_{x}": (1, TOKEN) for x in "QKV"},
-    **{"attn.W_O": (2, ATTENTION), "attn.b_O": (0, ATTENTION)},
-    **{"mlp.W_in": (0, ATTENTION), "mlp.W_out": (1, MLP), "mlp.b_out": (0, MLP)},
+    **{"attn.W_O": (2, _ATTENTION), "attn.b_O": (0, _ATTENTION)},
+    **{"mlp.W_in": (0, _ATTENTION), "mlp.W_out": (1, MLP), "mlp.b_out": (0, MLP)},
     **{"pos_embed.W_pos": (1, TOKEN), "W_in": (1, TOKEN), "b_in": (0, TOKEN)},
 }
 """Axis of a tensor that has the stream's width, and the part of the stream that it reads or writes.
@@ -84,7 +84,7 @@ def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelC
     if model.d_model is not None:
         named |= _ways(parts, model, at, sign)
     if model.d_model == 3 * parts.width:
-        places = IN_STREAM | {"unembed.W_U": (0, ATTENTION if model.d_mlp is None else MLP)}
+        places = IN_STREAM | {"unembed.W_U": (0, _ATTENTION if model.d_mlp is None else MLP)}
         for name, tensor in named.items():
             if (place := places.get(re.sub(r"^blocks\.\d+\.", "", name))) is not None:
                 named[name] = _placed(tensor, *place, parts.width)

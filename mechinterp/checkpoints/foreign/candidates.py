@@ -55,6 +55,24 @@ FINER_BASES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, ROTARY_BASE, 30000.0, 1
 """Bases of which the neighbours of the best one so far are tried as well."""
 Choices = Mapping[str, tuple]
 
+N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
+"""Prompts for the comparison of readings: for one layer of attention, for other models, and at
+least."""
+AGAIN = 4
+"""Factor on the number of prompts for the second comparison, of the best readings.
+
+Set after the losses of published files had been seen: with a factor of 1 some losses were not
+clearly below that of predicting 0.
+"""
+N_PRODUCTS, N_NUMBERS = 2**34, 2**24
+"""Approximate limit on the products of all readings together, and limit on the numbers of the
+prompts."""
+PER_WEIGHT = 16
+"""Cost of an attention weight, in products."""
+TIE = 1e-6
+"""Relative difference of predictions up to which two readings count as one model; larger values
+merge more readings."""
+
 
 def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, object]:
     """Choices that the user or the file's settings state.
@@ -239,25 +257,6 @@ def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str
         return False
     numbered = chosen["positions"] == "sinusoidal" and chosen["context_keys"] is True
     return not numbered or {"positions", "context_keys"} <= given.keys()
-
-
-N_PROMPTS, N_OF_LAYERS, LEAST_PROMPTS = 2048, 512, 16
-"""Prompts for the comparison of readings: for one layer of attention, for other models, and at
-least."""
-AGAIN = 4
-"""Factor on the number of prompts for the second comparison, of the best readings.
-
-Set after the losses of published files had been seen: with a factor of 1 some losses were not
-clearly below that of predicting 0.
-"""
-N_PRODUCTS, N_NUMBERS = 2**34, 2**24
-"""Approximate limit on the products of all readings together, and limit on the numbers of the
-prompts."""
-PER_WEIGHT = 16
-"""Cost of an attention weight, in products."""
-TIE = 1e-6
-"""Relative difference of predictions up to which two readings count as one model; larger values
-merge more readings."""
 
 
 Errors = tuple[Tensor, Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from mechinterp.checkpoints.foreign.names import COMPLETE, piece_of
 from mechinterp.checkpoints.io.files import CheckpointError
 
-MAX_DEPTH = 4
+_MAX_DEPTH = 4
 """Depth of words up to which names are compared; larger values find copies in deeper containers,
 but take longer."""
 MOST_NAMES = 30_000
@@ -38,7 +38,7 @@ def copies_in(shapes: Shapes) -> list[str]:
     groups: dict[tuple[str, ...], dict[str, list]] = {}
     for name, shape in shapes.items():
         words = tuple(re.split("[./]", name))
-        for depth in range(min(MAX_DEPTH, len(words) - 1) if len(shape) > 1 else 0):
+        for depth in range(min(_MAX_DEPTH, len(words) - 1) if len(shape) > 1 else 0):
             rows = groups.setdefault(words[:depth], {}).setdefault(words[depth], [])
             rows.append((words[depth + 1 :], tuple(shape)))
     for prefix in sorted(groups, key=len):

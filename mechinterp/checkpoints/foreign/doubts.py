@@ -33,7 +33,7 @@ Set after 25 trained test models had been read: the extra logit lowered the loss
 and that of models with it by 0.01 to 0.42; ALiBi never lowered the loss of correctly read models. Larger values doubt
 fewer files.
 """
-STEP, LEAST_AT_REST = 0.02, 64
+_STEP, LEAST_AT_REST = 0.02, 64
 """Relative change of a tensor for its slope, and least number of prompts for the fit of factors."""
 
 
@@ -45,7 +45,7 @@ IN_DOUBT = "the task of this file, or how it was read, is in doubt"
 READ_IN_DOUBT = "how this file was read is in doubt"
 """Doubt about a file whose task the user states whole."""
 PROVE = "prove the reading by --predictions"
-MOST_SHOWN = 2
+_MOST_SHOWN = 2
 """Number of readings in a message that none predicts."""
 
 
@@ -103,7 +103,7 @@ def predicts_nothing(case: Case, readings: Sequence[Reading]) -> str:
     if any(each.predicts for each in readings):
         what = f"read as its format states, it does not predict clearly better than 0 ({readings[0]!r})"
         return f"{in_doubt(case)}: {what}; {advice(readings)}"
-    best = sorted(readings, key=lambda each: each.loss)[:MOST_SHOWN]
+    best = sorted(readings, key=lambda each: each.loss)[:_MOST_SHOWN]
     losses = "; ".join(map(repr, best))
     more = ("--task", "--score", "--scale", "--output-scale", "--model")
     return (
@@ -242,7 +242,7 @@ def left_by_factors(case: Case) -> float:
 
     base = predicted({})
     error = prompts.y_query.double().flatten() - base
-    slopes = [(predicted({n: named[n] * (1 + STEP)}) - base) / STEP for n in scaled]
+    slopes = [(predicted({n: named[n] * (1 + _STEP)}) - base) / _STEP for n in scaled]
     design, half = torch.stack(slopes, 1), len(error) // 2
     if not torch.isfinite(design).all():
         return 1.0

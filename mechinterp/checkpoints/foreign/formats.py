@@ -7,6 +7,9 @@ from pathlib import Path
 
 TASK = {"beta_var": 1.0, "query_noise": False}
 
+NO_VALUE = {"scale": "default", "output_column": "default", "norm": "none", "normalization": "none"}
+"""Texts that stand for None, which TOML does not have."""
+
 
 def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
     """Task of the softmax paper for several responses."""
@@ -37,8 +40,6 @@ TASKS = {
     "twenty_pairs": _twenty_pairs,
 }
 """Tasks by the names that rows have for them."""
-NO_VALUE = {"scale": "default", "output_column": "default", "norm": "none", "normalization": "none"}
-"""Texts that stand for None, which TOML does not have."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ def _format(key: str, row: Mapping) -> Format:
     return Format(**fields)
 
 
-FORMATS = _formats()
+_FORMATS = _formats()
 """Rows by key, in the order in which a file is compared with them."""
-OWN_LAYERS, BARE, LAYERED = (FORMATS[key] for key in ("own-layers", "bare", "named-layers"))
-HOOKED, PRODUCTS = FORMATS["transformer-lens"], FORMATS["linear-transformer"]
-ONE_MATRIX = FORMATS["one-matrix"]
-BY_NAMES = [row for row in FORMATS.values() if row.marks or row.patterns]
+OWN_LAYERS, BARE, LAYERED = (_FORMATS[key] for key in ("own-layers", "bare", "named-layers"))
+HOOKED, PRODUCTS = _FORMATS["transformer-lens"], _FORMATS["linear-transformer"]
+ONE_MATRIX = _FORMATS["one-matrix"]
+BY_NAMES = [row for row in _FORMATS.values() if row.marks or row.patterns]
 """Rows that the names in a file may show."""
 NAMED = tuple(dict.fromkeys(row.name for row in BY_NAMES))
 """Formats of external files."""

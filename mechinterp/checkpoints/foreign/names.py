@@ -61,7 +61,7 @@ INNER = ("q", "k", "v", "qkv", "kv", "qk")
 ATTENTION = ("o", *INNER)
 COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
 """Sets of parts that are enough for a layer of attention."""
-BY_HEAD = ("q", "k", "v")
+_BY_HEAD = ("q", "k", "v")
 """Parts that a list may hold head by head."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
 
@@ -77,7 +77,7 @@ def _parts() -> dict[str, str]:
     return parts | LINEARS | {"OV": "v"}
 
 
-PARTS = _parts()
+_PARTS = _parts()
 
 
 def name_of(part: str, kind: str) -> str:
@@ -137,12 +137,12 @@ def piece_of(name: str) -> Piece | None:
     tries: list[tuple[list[str], str, str | None]] = [(words, "weight", None)]
     if len(words) > 1 and words[-1] in KINDS:
         tries.insert(0, (words[:-1], *KINDS[words[-1]]))
-        if len(words) > 2 and words[-2].isdecimal() and PARTS.get(words[-3]) in BY_HEAD:
+        if len(words) > 2 and words[-2].isdecimal() and _PARTS.get(words[-3]) in _BY_HEAD:
             # A list of the heads' queries, such as W_q.0.weight
             tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *KINDS[words[-1]]))
     for path, kind, axes in tries:
         for count in (3, 2, 1):
-            part = PARTS.get(".".join(path[-count:]))
+            part = _PARTS.get(".".join(path[-count:]))
             if part is not None and len(path) >= count:
                 return _placed(name, part, kind, axes, path[:-count])
     if words[-1] in BARE_BIASES:

@@ -24,20 +24,20 @@ from mechinterp.models.run import general
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
-SCORES = ("softmax", "linear/L", "linear")
+_SCORES = ("softmax", "linear/L", "linear")
 """Scores that are tried; others must be stated."""
 N_FEW = 16
 """Number of prompts for the first comparison of readings."""
 MOST_TRIED = 512
 """Up to this number all combinations of choices are tried; otherwise the search goes on from the nearest readings, one or
 two choices at a time. A larger number only costs time."""
-STARTS, ROUNDS = 12, 4
+STARTS, _ROUNDS = 12, 4
 """Readings from which the search goes on, and most steps from each."""
 N_PAIRED = 3
 """Number of nearest readings of which two choices at a time are changed."""
 SAME = 1e-4
 """Largest relative difference of predictions of two readings that are one model; larger values merge more."""
-ROUNDED = 1e-5
+_ROUNDED = 1e-5
 """Differences below this, in standard deviations, count as rounding: the more usual reading comes first."""
 FACTORS = np.geomspace(0.01, 100, 81)
 """Factors that are tried before the best one is refined."""
@@ -195,7 +195,7 @@ class _Search:
         """Go on from the nearest readings, one and then two choices at a time."""
         for start in self.ordered[:STARTS]:
             case = start
-            for _ in range(ROUNDS):
+            for _ in range(_ROUNDS):
                 if self.most is not None and len(self.known) >= self.most:
                     return
                 near = self.neighbours(case)
@@ -269,7 +269,7 @@ class _Search:
         for values in self.groups[id(case.parts)]:
             fits = (i for i, each in enumerate(values) if each.items() <= case.tried.items())
             places += next(fits, len(values))
-        return (gap if gap > ROUNDED else 0.0, places)
+        return (gap if gap > _ROUNDED else 0.0, places)
 
 
 def predictions_of(weights: Weights, recording: Recording) -> Float[Tensor, "batch row d_y"]:
@@ -364,7 +364,7 @@ def _scores(case: Case, recording: Recording) -> list[Tried]:
     parts, tried = case.parts, case.tried
     scales = dict.fromkeys((tried["scale"], None, 1.0, 1 / parts.d_head, parts.width**-0.5))
     changes: list[Tried] = []
-    for score in dict.fromkeys((tried["score"], *SCORES)):
+    for score in dict.fromkeys((tried["score"], *_SCORES)):
         changes += [{"score": score, "scale": scale} for scale in scales]
     if tried["score"] == "linear/L":
         factor, keys = case.scale, recording.length + (tried["attend_to_self"] is True)

@@ -32,7 +32,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
 from mechinterp.checkpoints.foreign.stacks import unstacked
 
-ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
+_ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 NORM_WORDS = "norm|ln|rms"
 """Parts of words that name norms."""
 OF_PERCEPTRON = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)|(?:.*[./])?mlp[./][^./]+")
@@ -72,7 +72,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     if strange or layout.lacking or not layout.layers:
         rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
         raise TensorError(
-            "", f"{rule}, or names that can be recognised ({ARRAYS}); got {listed}", offer=offer
+            "", f"{rule}, or names that can be recognised ({_ARRAYS}); got {listed}", offer=offer
         )
     return form, layout, known
 

@@ -13,11 +13,11 @@ from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import read_file
 from mechinterp.icl.prompts import Prompts
 
-ARRAYS = ("x", "y", "x_query", "prediction")
-WRITTEN = "write it by np.savez('batch.npz', x=x, y=y, x_query=x_query, prediction=prediction)"
-LEAST_PROMPTS = 32
+_ARRAYS = ("x", "y", "x_query", "prediction")
+_WRITTEN = "write it by np.savez('batch.npz', x=x, y=y, x_query=x_query, prediction=prediction)"
+_LEAST_PROMPTS = 32
 """Smallest number of distinct prompts that prove a reading."""
-EXACT, HALF = 1e-3, 2e-2
+EXACT, _HALF = 1e-3, 2e-2
 """Largest difference of a proven reading, in standard deviations of the prediction: of recordings in
 single precision and in half precision."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class Recording:
     @property
     def tolerance(self) -> float:
         """Largest difference of a proven reading, in standard deviations of the prediction."""
-        return HALF if self.half else EXACT
+        return _HALF if self.half else EXACT
 
     @property
     def spread(self) -> Float[Tensor, "row d_y"]:
@@ -77,17 +77,17 @@ def read_recording(file: str | Path) -> Recording:
     file = Path(file)
     if file.suffix != ".npz" or not file.is_file():
         got = "another file" if file.exists() else "nothing"
-        raise CheckpointError(f"{file}: predictions must be an .npz file, got {got}; {WRITTEN}.")
+        raise CheckpointError(f"{file}: predictions must be an .npz file, got {got}; {_WRITTEN}.")
     arrays, numbers = read_file(file)
-    if missing := [name for name in ARRAYS if name not in arrays]:
+    if missing := [name for name in _ARRAYS if name not in arrays]:
         named = ", ".join([*arrays, *numbers][:8]) or "nothing"
         raise CheckpointError(
-            f"{file}: predictions need the arrays {', '.join(ARRAYS)}; {missing[0]} is missing, got {named}; {WRITTEN}."
+            f"{file}: predictions need the arrays {', '.join(_ARRAYS)}; {missing[0]} is missing, got {named}; {_WRITTEN}."
         )
     with np.load(file, allow_pickle=False) as stored:
         half = stored["prediction"].dtype == np.float16
     try:
-        return recording_of(*(arrays[name] for name in ARRAYS), half=half)
+        return recording_of(*(arrays[name] for name in _ARRAYS), half=half)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
 
@@ -120,9 +120,9 @@ def recording_of(
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{name} must be finite.")
     distinct = torch.cat([x.flatten(1), y.flatten(1), x_query], 1).unique(dim=0)
-    if len(distinct) < LEAST_PROMPTS:
+    if len(distinct) < _LEAST_PROMPTS:
         raise ValueError(
-            f"predictions must be for at least {LEAST_PROMPTS} distinct prompts, got {len(distinct)}."
+            f"predictions must be for at least {_LEAST_PROMPTS} distinct prompts, got {len(distinct)}."
         )
     if not (rows.flatten(0, 1).std(0) > 1e-12 * rows.abs().amax().clamp(min=1e-300)).all():
         raise ValueError("predictions must differ between prompts; equal ones prove nothing.")

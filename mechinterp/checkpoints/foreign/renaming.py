@@ -8,7 +8,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import KINDS, Tensors, is_harmless, is_mask, shown
 
-UNUSED, MASK = DROPPED = ("unused", "mask")
+UNUSED, _MASK = DROPPED = ("unused", "mask")
 """Known names whose tensors are dropped; a mask must look like one."""
 
 
@@ -32,7 +32,7 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
         if not any(map(pattern.search, named)):
             listed = ", ".join(map(shown, [*named][:8]))
             raise ValueError(f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}.")  # fmt: skip
-        if known == MASK:
+        if known == _MASK:
             _require_masks({n: t for n, t in named.items() if pattern.search(n)}, theirs)
         if known in DROPPED:
             named = {name: t for name, t in named.items() if not pattern.search(name)}

@@ -28,7 +28,7 @@ from mechinterp.checkpoints.foreign.candidates import (
 from mechinterp.checkpoints.foreign.options import option
 from mechinterp.models.weights import Weights
 
-ROUNDING = 1e-12
+_ROUNDING = 1e-12
 """Standard errors below this count as 0."""
 MARGIN, ERRORS = 0.05, 3.0
 """A loss is below another if it is lower by more than this fraction and this many standard errors,
@@ -36,6 +36,39 @@ else they tie.
 
 Larger values make more readings tie.
 """
+
+MAX_READINGS = 64
+MOST_REFINED = 24
+"""Number of best readings whose refinements are tried.
+
+Raised from 8 after files of trained test models had been read, whose correct reading ranked lower
+without its refinement. No other file confirms 24. A larger number only costs time.
+"""
+N_REFINED = 512
+"""Number of prompts for the first comparison of refinements.
+
+Set after trained test models had been read: with 256 one of eight files was not understood. More prompts only cost time.
+"""
+_ROUNDS = 3
+"""Most steps from a refined reading, each of which changes one choice for the better; more steps
+only cost time."""
+MOST_NEAR = 4
+"""Number of readings of each score and mask in the second comparison.
+
+Set after readings of trained test models had been seen, to limit the time. A larger number only
+costs time.
+"""
+MUCH_BETTER = 1.5
+"""The most common mask is chosen unless the other's loss is lower by more than this factor.
+
+Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
+times as large. A larger value keeps the common mask more often.
+"""
+REFINED_MARGIN = 0.01
+"""A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
+mistake gets worse, but a wrong task can make it better by a little."""
+MOST_PACKED, N_PACKED = 16, 256
+"""Numbers of readings of each packing, and of prompts, that decide on the packing of a qkv matrix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +105,7 @@ class Reading:
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self.tried.items()
         )
-        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > ROUNDING else ""
+        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > _ROUNDING else ""
         return f"{named or 'as it is'}: {self.loss:.3g}{error}"
 
 
@@ -145,38 +178,6 @@ def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
         return True
     clear = gap.mean() > ERRORS * gap.std() / len(gap) ** 0.5
     return bool(clear and gap.mean() > margin * other.mean())
-
-
-MAX_READINGS = 64
-MOST_REFINED = 24
-"""Number of best readings whose refinements are tried.
-
-Raised from 8 after files of trained test models had been read, whose correct reading ranked lower
-without its refinement. No other file confirms 24. A larger number only costs time.
-"""
-N_REFINED = 512
-"""Number of prompts for the first comparison of refinements.
-
-Set after trained test models had been read: with 256 one of eight files was not understood. More prompts only cost time.
-"""
-ROUNDS = 3
-"""Most steps from a refined reading, each of which changes one choice for the better; more steps
-only cost time."""
-MOST_NEAR = 4
-"""Number of readings of each score and mask in the second comparison.
-
-Set after readings of trained test models had been seen, to limit the time. A larger number only
-costs time.
-"""
-MUCH_BETTER = 1.5
-"""The most common mask is chosen unless the other's loss is lower by more than this factor.
-
-Set after seven files of causal models had been read: without their mask the loss was 0.89 to 1.4
-times as large. A larger value keeps the common mask more often.
-"""
-REFINED_MARGIN = 0.01
-"""A refinement is taken only if its loss is lower by more than this part: a trained model that is turned or run again by
-mistake gets worse, but a wrong task can make it better by a little."""
 
 
 def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:
@@ -262,7 +263,7 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
     names = [n for n in open_choices(cases) if n in case.tried and not n.startswith(kept)]
     values = {n: dict.fromkeys(c.tried[n] for c in cases if n in c.tried) for n in names}
     better: list[Case] = []
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         more = near_values(case.tried, case.parts, case.source.closed)
         tries = {n: dict.fromkeys((*values.get(n, ()), *more.get(n, ()))) for n in values | more}
         changes = [{n: v} for n, vs in tries.items() for v in vs if v != case.tried[n]]
@@ -349,10 +350,6 @@ def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
     if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
         return look, look.of([])
     return look.of(sorted(own)), look.of(sorted(other))
-
-
-MOST_PACKED, N_PACKED = 16, 256
-"""Numbers of readings of each packing, and of prompts, that decide on the packing of a qkv matrix."""
 
 
 def better_packing(groups: Sequence[list[Case]]) -> list[Case]:

@@ -13,6 +13,22 @@ from pathlib import Path
 
 MAX_LENGTH = 2000
 
+_SIGNS = str.maketrans(
+    {
+        **{"ŷ": "y_hat", "\u0304": "_mean", "Σ": "sum", "∝": "~", "·": "*", "−": "-", "±": "+-"},
+        **{"²": "^2", "ᵀ": "^T ", "⁻": "^-", "¹": "1", "←": "<-", "×": "x", "–": "-"},
+        **{"Θ": "Theta", "Γ": "Gamma", "Ω": "Omega", "β": "beta", "γ": "gamma", "η": "eta"},
+        **{"λ": "lambda", "μ": "mu", "ω": "omega", "α": "alpha", "⟨": "<", "⟩": ">"},
+    }
+)
+"""Replacements of formula signs by ASCII letters."""
+MAX_JSON, MAX_YAML = 2**22, 2**16
+_KINDS = {"d": "a folder", "p": "a pipe", "s": "a socket"}
+"""Kinds of files by the first letter of `ls -l`."""
+MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
+"""Name of a temporary file: the final name, the machine and the process that writes it."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written; the message names the file, the rule and the value."""
@@ -65,17 +81,6 @@ def printable(text: str) -> str:
     return escaped if len(escaped) <= MAX_LENGTH else escaped[: MAX_LENGTH - 3] + "..."
 
 
-SIGNS = str.maketrans(
-    {
-        **{"ŷ": "y_hat", "\u0304": "_mean", "Σ": "sum", "∝": "~", "·": "*", "−": "-", "±": "+-"},
-        **{"²": "^2", "ᵀ": "^T ", "⁻": "^-", "¹": "1", "←": "<-", "×": "x", "–": "-"},
-        **{"Θ": "Theta", "Γ": "Gamma", "Ω": "Omega", "β": "beta", "γ": "gamma", "η": "eta"},
-        **{"λ": "lambda", "μ": "mu", "ω": "omega", "α": "alpha", "⟨": "<", "⟩": ">"},
-    }
-)
-"""Replacements of formula signs by ASCII letters."""
-
-
 def spelled(text: str, encoding: str | None) -> str:
     """The text with formula signs replaced by letters if a stream's encoding lacks them.
 
@@ -85,7 +90,7 @@ def spelled(text: str, encoding: str | None) -> str:
     """
     lacking = {
         sign: letters
-        for sign, letters in SIGNS.items()
+        for sign, letters in _SIGNS.items()
         if not chr(sign).encode(encoding or "utf-8", "ignore")
     }
     return text.translate(lacking)
@@ -112,14 +117,6 @@ def one_line(error: Exception) -> str:
         named = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{named}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-MAX_JSON, MAX_YAML = 2**22, 2**16
-KINDS = {"d": "a folder", "p": "a pipe", "s": "a socket"}
-"""Kinds of files by the first letter of `ls -l`."""
-MACHINE = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
-TEMPORARY = re.compile(r"\.(.+)\.([0-9a-f]{6})-(\d+)-[0-9a-f]{8}\.tmp")
-"""Name of a temporary file: the final name, the machine and the process that writes it."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -159,7 +156,7 @@ def size_of(file: Path) -> int:
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        kind = KINDS.get(stat.filemode(status.st_mode)[0], "a device")
+        kind = _KINDS.get(stat.filemode(status.st_mode)[0], "a device")
         raise CheckpointError(f"{file}: must be a regular file, got {kind}.")
     return status.st_size
 

@@ -40,7 +40,50 @@ from mechinterp.checkpoints.io.unpickler import (
 MAX_UNPACKED = 2**26
 """Largest unpacked size of a small archive; torch.save and numpy.savez do not compress."""
 MAX_ENTRIES = 30_000
-CHUNK = 2**22
+_CHUNK = 2**22
+
+MAX_AXES, MAX_ARRAY_AXES = 64, 32
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+READABLE = "must hold tensors that can be read without running code"
+WRAPPERS = (
+    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
+    *("params", "weights", "state", "module"),
+)
+"""Names under which runs store the weights."""
+OPTIMISER = re.compile(
+    r"(?:optim|optimi[sz]ers?|opt|(?:lr_)?sched|(?:lr_)?schedulers?)(?:_state)?(?:_dict|s)?",
+    re.IGNORECASE,
+)
+"""Names of dictionaries with the state of an optimiser, whose tensors are no weights."""
+SKIPPED = re.compile(
+    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
+    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
+)
+"""Classes whose values beside the weights are ignored; a file with any other class is refused, and
+the class named."""
+_MAX_DEPTH, MAX_VISITS = 8, 300_000
+MAX_ARRAY_BYTES = 24_000_000
+"""Largest number of bytes of all arrays together; twice the limit of a pickle, as an array may have
+two names."""
+KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
+HISTORY = "hist_dict"
+"""Key of the matrices that the code of Ahn et al. saves during its runs: a list for each run."""
+_PRODUCTS = "allparam"
+"""Name of these matrices, [layer, head, (P, Q), d, d]."""
+SAVED_TIMES = "saved_times"
+"""Setting of a file from which the last of several saved state dicts is read: their number."""
+SUFFIXES = (
+    *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
+    *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
+)
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDEX = "model.safetensors.index.json"
+"""Contents of a Hugging Face folder: one file, or shards listed in an index."""
+MAX_NUMBERS = 2**26
+MAX_SHARDS = 100
+OTHERS = set(STORAGES.values())
+"""Number types besides floating point that are read, so that a message can name them."""
+FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
 
 
 @contextmanager
@@ -48,7 +91,9 @@ def archive(file: Path) -> Iterator[zipfile.ZipFile]:
     """A zip archive with a bounded number of entries and a bounded unpacked size."""
     with file.open("rb") as stream:
         # Counted before zipfile makes an object for each entry.
-        entries = sum(chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(CHUNK), b""))
+        entries = sum(
+            chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(_CHUNK), b"")
+        )
     if entries > MAX_ENTRIES:
         raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
     with zipfile.ZipFile(file) as opened:
@@ -103,32 +148,6 @@ def native_tensor(array: np.ndarray, name: str) -> Tensor:
         raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
-
-MAX_AXES, MAX_ARRAY_AXES = 64, 32
-OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-READABLE = "must hold tensors that can be read without running code"
-
-WRAPPERS = (
-    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
-    *("params", "weights", "state", "module"),
-)
-"""Names under which runs store the weights."""
-OPTIMISER = re.compile(
-    r"(?:optim|optimi[sz]ers?|opt|(?:lr_)?sched|(?:lr_)?schedulers?)(?:_state)?(?:_dict|s)?",
-    re.IGNORECASE,
-)
-"""Names of dictionaries with the state of an optimiser, whose tensors are no weights."""
-SKIPPED = re.compile(
-    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
-    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
-)
-"""Classes whose values beside the weights are ignored; a file with any other class is refused, and
-the class named."""
-MAX_DEPTH, MAX_VISITS = 8, 300_000
-MAX_ARRAY_BYTES = 24_000_000
-"""Largest number of bytes of all arrays together; twice the limit of a pickle, as an array may have
-two names."""
-KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
 
 Place = StoredTensor | StoredArray
 
@@ -280,14 +299,6 @@ def settings_among(root: object) -> dict[str, object]:
     return settings
 
 
-HISTORY = "hist_dict"
-"""Key of the matrices that the code of Ahn et al. saves during its runs: a list for each run."""
-PRODUCTS = "allparam"
-"""Name of these matrices, [layer, head, (P, Q), d, d]."""
-SAVED_TIMES = "saved_times"
-"""Setting of a file from which the last of several saved state dicts is read: their number."""
-
-
 def _last_of_series(root: Mapping, weights: str | None) -> tuple[dict, dict] | None:
     """State dict of the last matrices that a run saved, and settings; None for other files.
 
@@ -308,7 +319,7 @@ def _last_of_series(root: Mapping, weights: str | None) -> tuple[dict, dict] | N
     if run is None:
         rule = f"weights must name a run in the file, one of {listed}"
         raise CheckpointError(f"{rule}, got {weights!r:.80}.")
-    return {PRODUCTS: run.last}, {**settings_among(root), SAVED_TIMES: run.count}
+    return {_PRODUCTS: run.last}, {**settings_among(root), SAVED_TIMES: run.count}
 
 
 def _needed_classes(root: object) -> list[str]:
@@ -319,7 +330,7 @@ def _needed_classes(root: object) -> list[str]:
 
 def _unwrapped(document: object, depth: int = 0) -> object:
     """State dict of a run, found under one of a few names, unless parts of the model lie beside it."""
-    if not isinstance(document, dict) or depth == MAX_DEPTH:
+    if not isinstance(document, dict) or depth == _MAX_DEPTH:
         return document
     for name in WRAPPERS:
         inner = document.get(name)
@@ -350,7 +361,7 @@ def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, ob
     while waiting:
         path, values = waiting.pop()
         values = values.state if objects and isinstance(values, Unread) else values
-        if not isinstance(values, dict) or len(path) > MAX_DEPTH:
+        if not isinstance(values, dict) or len(path) > _MAX_DEPTH:
             continue
         visits += len(values)
         if visits > MAX_VISITS:
@@ -410,20 +421,6 @@ def _kind(place: StoredArray, name: str) -> np.dtype:
         return np.dtype(kind.code).newbyteorder(">" if kind.order == ">" else "|")
     got = kind.code if isinstance(kind, ArrayType) else "no dtype"
     raise CheckpointError(f"{name} must hold plain numbers, got {got}.")
-
-
-SUFFIXES = (
-    *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
-    *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
-)
-WHOLE = ("model.safetensors", "pytorch_model.bin")
-INDEX = "model.safetensors.index.json"
-"""Contents of a Hugging Face folder: one file, or shards listed in an index."""
-MAX_NUMBERS = 2**26
-MAX_SHARDS = 100
-OTHERS = set(STORAGES.values())
-"""Number types besides floating point that are read, so that a message can name them."""
-FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
 
 
 def one_shard(file: Path) -> bool:

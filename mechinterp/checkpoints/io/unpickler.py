@@ -16,7 +16,7 @@ from mechinterp.checkpoints.io.files import CheckpointError
 
 MAX_BYTES = 12_000_000
 """Largest size of a pickle in bytes; the losses of 500,000 steps take 4.5 million bytes."""
-MAX_STEPS = 300_000
+_MAX_STEPS = 300_000
 """Largest number of opcodes, without floats."""
 MAX_NAME = 500
 """Largest length of the name of a class or function."""
@@ -39,6 +39,10 @@ MAPPING = re.compile(
     "haiku[.]_src[.]data_structures[.](?:FlatMapping|FlatMap|to_immutable_dict|to_haiku_dict)"
     "|flax[.]core[.]frozen_dict[.]FrozenDict"
 )
+
+MOST_WORDS, MOST_LETTERS = 8, 100
+"""Limits on the entries of a tuple that is a key, and on the letters of each."""
+_NARROW = "numbers of another type, such as float8; write torch.save({name: t.float() for name, t in torch.load(FILE).items()}, FILE)"
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,6 @@ class StoredList:
 
 
 OTHER = Unread()
-MOST_WORDS, MOST_LETTERS = 8, 100
-"""Limits on the entries of a tuple that is a key, and on the letters of each."""
 
 
 class MalformedError(Exception):
@@ -128,8 +130,8 @@ def read_pickle(pickled: bytes) -> object:
             if opcode.name == "STOP":
                 return machine.stack.pop()
             steps += opcode.name != "BINFLOAT"
-            if steps > MAX_STEPS:
-                raise MalformedError(f"a pickle of more than {MAX_STEPS} steps")
+            if steps > _MAX_STEPS:
+                raise MalformedError(f"a pickle of more than {_MAX_STEPS} steps")
             if opcode.name not in ACTIONS:
                 code = opcode.code.encode("latin1")
                 raise MalformedError(f"no pickle of protocol 2 to 5: {code!r}")
@@ -195,9 +197,6 @@ def named(parts: list) -> Unread:
     return Unread(".".join(parts))
 
 
-NARROW = "numbers of another type, such as float8; write torch.save({name: t.float() for name, t in torch.load(FILE).items()}, FILE)"
-
-
 def storage_of(values: list) -> Storage:
     """Storage that torch's persistent id names.
 
@@ -207,7 +206,7 @@ def storage_of(values: list) -> Storage:
     """
     match values[0]:
         case ("storage", Unread("torch.storage.UntypedStorage"), *_):
-            raise MalformedError(NARROW)
+            raise MalformedError(_NARROW)
         case ("storage", Unread(name), str(key), str(), int(size)) if name:
             kind = name.removeprefix("torch.").removesuffix("Storage")
             if name != f"torch.{kind}Storage" or kind not in STORAGES:

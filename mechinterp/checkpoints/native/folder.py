@@ -314,8 +314,12 @@ def _assigned(fields: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from _assigned(value, f"{prefix}{name}.")
         else:
-            text = f"[{', '.join(value)}]" if isinstance(value, list) else value
-            yield f"{prefix}{name}", text
+            yield f"{prefix}{name}", _listed(value)
+
+
+def _listed(value: str | list) -> str:
+    """A value of a YAML file as text: lists, of lists too, as in JSON."""
+    return f"[{', '.join(map(_listed, value))}]" if isinstance(value, list) else value
 
 
 @cache

@@ -28,7 +28,7 @@ from mechinterp.models.hooked.module import ModuleHooks
 
 MASKED = -1e9
 """Scores at or below this value belong to masked keys."""
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 Passed = Mapping[str, Sequence[Tensor]]
 
 
@@ -227,6 +227,6 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
 
 def same(values: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
     """True if the values are equal to rounding, that of `dtype` or their own."""
-    rounding = ROUNDING.get(dtype or expected.dtype, 1e-2)
+    rounding = _ROUNDING.get(dtype or expected.dtype, 1e-2)
     largest = expected.abs().max().item() if expected.numel() else 0.0
     return bool(((values - expected).abs() <= rounding * largest).all())

@@ -31,6 +31,30 @@ if TYPE_CHECKING:
 FORKS = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
 """Points that TransformerLens 4 has in the attention, and HookedTransformer in the layer."""
 
+ABSENT = {
+    "W_E": "tokens are vectors, read in by W_in where the model has a d_model, as they are where not",
+    "W_E_pos": "tokens are vectors, read in by W_in, to which pos_embed.W_pos is added where there is one",
+    "W_pos": "the model has no positions (ModelConfig.n_positions is None)",
+    "tokenizer": "prompts have no text; sample_prompts draws them, numbered gives their tokens numbers",
+    "to_string": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
+    "to_str_tokens": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
+    "to_single_token": "responses have no names, they are numbered from 0 to d_y - 1",
+    "to_single_str_token": "responses have no names, they are numbered from 0 to d_y - 1",
+    "get_token_position": "prompts have no text; pair i is token i, the query is the last",
+    "generate": "the model gives a prediction, not a next token; predict(prompts) is it",
+    "fold_value_biases": "weights are not processed",
+    "refactor_factored_attn_matrices": "weights are not processed",
+}
+"""Parts of HookedTransformer that this model lacks, most of them for want of a vocabulary, and what to use instead."""
+PROCESSING = (
+    "fold_ln",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "refactor_factored_attn_matrices",
+)
+"""Weight processing that HookedTransformer does when it loads; refused here."""
+
 
 class HookError(ValueError, AssertionError, KeyError):
     """A hook on a point that is switched off or does not exist.
@@ -217,33 +241,6 @@ def _older_names(name: str) -> list[str]:
 
 def _newer_name(name: str) -> str:
     return re.sub(rf"^(blocks\.\d+)\.({'|'.join(FORKS)})$", r"\1.attn.\2", name)
-
-
-ABSENT = {
-    "W_E": "tokens are vectors, read in by W_in where the model has a d_model, as they are where not",
-    "W_E_pos": "tokens are vectors, read in by W_in, to which pos_embed.W_pos is added where there is one",
-    "W_pos": "the model has no positions (ModelConfig.n_positions is None)",
-    "tokenizer": "prompts have no text; sample_prompts draws them, numbered gives their tokens numbers",
-    "to_string": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
-    "to_str_tokens": "prompts have no text; model.tokens(prompts) are the vectors that the model reads",
-    "to_single_token": "responses have no names, they are numbered from 0 to d_y - 1",
-    "to_single_str_token": "responses have no names, they are numbered from 0 to d_y - 1",
-    "get_token_position": "prompts have no text; pair i is token i, the query is the last",
-    "generate": "the model gives a prediction, not a next token; predict(prompts) is it",
-    "fold_value_biases": "weights are not processed",
-    "refactor_factored_attn_matrices": "weights are not processed",
-}
-"""Parts of HookedTransformer that this model lacks, most of them for want of a vocabulary, and what to use instead."""
-
-
-PROCESSING = (
-    "fold_ln",
-    "center_writing_weights",
-    "center_unembed",
-    "fold_value_biases",
-    "refactor_factored_attn_matrices",
-)
-"""Weight processing that HookedTransformer does when it loads; refused here."""
 
 
 class HeadLabels(list[str]):

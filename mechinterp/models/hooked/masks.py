@@ -17,6 +17,11 @@ from mechinterp.icl.prompts import Prompts
 # Beside the models, so that a copied or unpickled model gets its own, free lock.
 _LOCKS: WeakKeyDictionary[object, AbstractContextManager] = WeakKeyDictionary()
 
+METHODS = ("zero", "mean", "resample")
+LARGE, EXPLAINED = 1e4, 1e-2
+"""Factor by which the check scales the heads' outputs, and the largest missing fraction of what they write. The factor is
+so large that the rest of a normed layer no longer matters."""
+
 
 def lock_of(model: object) -> AbstractContextManager:
     """Re-entrant lock of a model, shared by all threads.
@@ -29,7 +34,6 @@ def lock_of(model: object) -> AbstractContextManager:
     return _LOCKS.setdefault(model, threading.RLock())
 
 
-METHODS = ("zero", "mean", "resample")
 Head = tuple[int, int]
 """(layer, head), counted from 0."""
 Hook = tuple[str | Callable, Callable]
@@ -188,11 +192,6 @@ def resid_name(layer: int) -> str:
 def pattern_name(layer: int) -> str:
     """Name of the hook on a layer's attention weights, [batch, head, query, key]."""
     return f"blocks.{layer}.attn.hook_pattern"
-
-
-LARGE, EXPLAINED = 1e4, 1e-2
-"""Factor by which the check scales the heads' outputs, and the largest missing fraction of what they write. The factor is
-so large that the rest of a normed layer no longer matters."""
 
 
 def written(

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 DROPOUT_RATES = ("dropout", "attention_dropout")
 CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
 
+SMALL = 1e-5
+"""A change below this fraction of the largest change of a prediction counts as zero."""
+_PASSED = 1e-3
+"""With the stream fixed, a change of the prediction up to this fraction of its change by other inputs counts as zero."""
+
 
 @dataclass(frozen=True, eq=False)
 class HookedPredictor:
@@ -390,13 +395,6 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
-SMALL = 1e-5
-"""A change below this fraction of the largest change of a prediction counts as zero."""
-
-PASSED = 1e-3
-"""With the stream fixed, a change of the prediction up to this fraction of its change by other inputs counts as zero."""
-
-
 class NoStreamError(ValueError):
     """The layers' outputs are not the residual stream, or the query's position in it is unknown."""
 
@@ -455,7 +453,7 @@ def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> N
     own = hooked.read(hooked.model(inputs))
     kept = hooked.read(hooked.run(others, fixed))
     moved = (hooked.read(hooked.model(others)) - own).abs().max()
-    if (kept - own).abs().max() > PASSED * moved:
+    if (kept - own).abs().max() > _PASSED * moved:
         raise NoStreamError(
             "The stream must pass through the layers, but the prediction depends on more than the output of the last one: a "
             "sum with the stream stands outside of it; make each layer, its sums included, a module of its own."

@@ -15,7 +15,7 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
 from mechinterp.models.weights import Weights
 
-N_PROMPTS, N_HOOKED = 4096, 512
+_N_PROMPTS, N_HOOKED = 4096, 512
 """Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
 PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
@@ -224,7 +224,7 @@ def _drawn(
 ) -> Prompts:
     """Evaluation prompts, drawn in float64 and brought to the model's dtype; bounded: at most MOST_DRAWN numbers."""
     if isinstance(source, TaskConfig):
-        law, dtype, usual = source, torch.float64, N_PROMPTS
+        law, dtype, usual = source, torch.float64, _N_PROMPTS
     else:
         predictor = predictor_of(source)
         law = predictor.task if law is None else law
@@ -412,7 +412,7 @@ def usual_number(source: Source) -> int:
         4096
     """
     predictor = predictor_of(source)
-    usual = N_PROMPTS if predictor.attention_only else N_HOOKED
+    usual = _N_PROMPTS if predictor.attention_only else N_HOOKED
     return max(usual, least_number(predictor))
 
 

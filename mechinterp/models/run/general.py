@@ -38,11 +38,11 @@ CHUNK = 256
 """Largest number of prompts at once on a processor, small enough for its cache. On other devices memory alone limits it,
 since every chunk starts the same number of kernels."""
 
-SCORES = "batch row head d, batch key head d -> batch head row key"
+_SCORES = "batch row head d, batch key head d -> batch head row key"
 AVERAGE = "batch head row key, batch key head d -> batch row head d"
 MOMENT = "batch key head i, batch key head j -> batch head i j"
 FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
-WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
+_WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
 Queries = Float[Tensor, "batch row head d"]
 Keys = Float[Tensor, "batch key head d"]
 Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
@@ -91,7 +91,7 @@ def scores_of(
     q: Queries, k: Keys, model: ModelConfig, rows: slice
 ) -> Float[Tensor, "batch head row key"]:
     """Scores of scaled queries on keys, -inf where masked."""
-    scores = einsum(q, k, SCORES)
+    scores = einsum(q, k, _SCORES)
     reads = readable_keys(k.shape[1], model, device=scores.device)
     return scores.masked_fill(~reads[rows], -torch.inf)
 
@@ -217,7 +217,7 @@ def query_streams(
     def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
         if _can_fuse(model, n):
             return fused_softmax(q, k[:, :n], v[:, :n])
-        scores = einsum(q, k[:, :n], SCORES)
+        scores = einsum(q, k[:, :n], _SCORES)
         pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
         return einsum(pattern, v[:, :n], AVERAGE)
 
@@ -254,7 +254,7 @@ def query_writes(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer bat
     for rows in _chunks(weights, prompts):
         run = _run(layers, _embedded(weights, prompts[rows]))
         at_query = torch.stack([z[:, -1] for z in run.z])
-        parts.append(einsum(at_query, weights.W_O, WRITTEN))
+        parts.append(einsum(at_query, weights.W_O, _WRITTEN))
     return torch.cat(parts, dim=1)
 
 

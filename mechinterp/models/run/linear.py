@@ -16,8 +16,11 @@ from mechinterp.models.hooked.masks import Head, by_layers, mean_z, swapped
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
-CHUNK, NEAR = 256, 2**25  # prompts at once, and their size in bytes: small enough for the CPU cache
-NARROW = 256
+CHUNK, NEAR = (
+    256,
+    2**25,
+)  # prompts at once, and their size in bytes: small enough for the CPU cache
+_NARROW = 256
 """If d_head times (n_heads d_head) is at most this, one masked product over all heads is faster than one product
 per head."""
 
@@ -341,7 +344,7 @@ def linear_heads(
     # All heads side by side, in this order: [d_model, columns].
     q, k, v = (T @ stacked.permute(2, 0, 1, 3).flatten(1)).chunk(3, dim=-1)
     heads = (weights.n_heads, weights.d_head)
-    if weights.d_head * q.shape[-1] <= NARROW:
+    if weights.d_head * q.shape[-1] <= _NARROW:
         head = torch.arange(weights.n_heads, device=q.device).repeat_interleave(weights.d_head)
         own = head[:, None] == head
         return q @ (k.mT @ (moment @ v) * own)

@@ -26,8 +26,8 @@ from mechinterp.training.lanes import (
 )
 
 KINDS = ("linear", "relu/L", "softmax")
-LINEAR, RELU, SOFTMAX = range(len(KINDS))
-HEADS = types.Array(types.float32, 4, "C")
+_LINEAR, RELU, _SOFTMAX = range(len(KINDS))
+_HEADS = types.Array(types.float32, 4, "C")
 
 
 @compiled()
@@ -92,7 +92,7 @@ def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
 @compiled()
 def weigh(kind, factor, scores, n, pattern, first):
     """Attention weights of one query, from its scores."""
-    if kind == SOFTMAX:
+    if kind == _SOFTMAX:
         peak = load(scores, 0)
         for j in range(1, n):
             peak = larger(load(scores, j), peak)
@@ -127,12 +127,12 @@ def where(_context, condition, value):
 def score_gradient(kind, factor, pattern, first, n, changes):
     """Change the gradient in the attention weights of a query, in place, to the gradient in its scores."""
     centre = fill(0.0)
-    if kind == SOFTMAX:
+    if kind == _SOFTMAX:
         for j in range(n):
             centre = centre + load(pattern, first + j) * load(changes, j)
     for j in range(n):
         weight, change = load(pattern, first + j), load(changes, j)
-        if kind == SOFTMAX:
+        if kind == _SOFTMAX:
             change = weight * (change - centre)
         elif kind == RELU:
             change = where(weight, change * factor)
@@ -141,7 +141,9 @@ def score_gradient(kind, factor, pattern, first, n, changes):
         store(changes, j, change)
 
 
-@compiled(types.void(HEADS, HEADS, HEADS, types.int64, types.int64, types.float32, HEADS, HEADS))
+@compiled(
+    types.void(_HEADS, _HEADS, _HEADS, types.int64, types.int64, types.float32, _HEADS, _HEADS)
+)
 def attend(q, k, v, n_keys, kind, factor, patterns, z):
     """Set the attention weights [block, head, query and key, lane] and the weighted averages z of every head.
 
@@ -165,7 +167,7 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
             scatter(out, block, n_rows, z[h])
 
 
-@compiled(types.void(*[HEADS] * 3, types.int64, types.int64, types.float32, *[HEADS] * 5))
+@compiled(types.void(*[_HEADS] * 3, types.int64, types.int64, types.float32, *[_HEADS] * 5))
 def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
     """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
     n_heads, size, n_rows, n_prompts = q.shape

@@ -31,7 +31,7 @@ from mechinterp.training.run import (
     uniform,
 )
 
-LARGEST_LOGIT = 40.0
+_LARGEST_LOGIT = 40.0
 """Logit of a gate that starts at 1, which is exactly 1 in float64."""
 
 
@@ -122,7 +122,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
             )
         elif name.endswith(".b_gate"):
             start = torch.tensor(model.gate_start, dtype=torch.float64, device="cpu")
-            tensors[name] = start.logit().clamp_max(LARGEST_LOGIT).float().expand(shape).clone()
+            tensors[name] = start.logit().clamp_max(_LARGEST_LOGIT).float().expand(shape).clone()
         elif name not in tensors:
             is_norm = name.endswith(".w")
             tensors[name] = (torch.ones if is_norm else torch.zeros)(

@@ -15,7 +15,7 @@ from mechinterp.training.lanes import LANES, compiled, exponential, fill, larger
 
 KINDS = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
 """Names of the scores that the step knows; their numbers are known in this file alone."""
-SOFTMAX, TANH, AFFINE, SQUARE, LINEAR = range(len(KINDS))
+_SOFTMAX, TANH, AFFINE, SQUARE, _LINEAR = range(len(KINDS))
 
 
 @compiled()
@@ -70,7 +70,7 @@ def activate(score, slope, peak, values, slopes):
     """Set f and f' (softmax: f only) of the scores; returns the factor that normalises both."""
     length = values.size // LANES
     whole = fill(0.0)
-    if score == SOFTMAX:
+    if score == _SOFTMAX:
         for pair in range(length):
             value = exponential(load(values, pair) - peak)
             store(values, pair, value)
@@ -92,7 +92,7 @@ def activate(score, slope, peak, values, slopes):
         store(values, pair, value)
         store(slopes, pair, derivative)
         whole = whole + value
-    return fill(1.0) if score == LINEAR else fill(1.0) / whole
+    return fill(1.0) if score == _LINEAR else fill(1.0) / whole
 
 
 @compiled()
@@ -189,8 +189,8 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
             if head < n_heads:
                 centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
                 scale_block(keys, inverse)
-                centre = fill(0.0) if score == LINEAR else centre * inverse
-                slope_of = values[slot] if score == SOFTMAX else slopes[slot]
+                centre = fill(0.0) if score == _LINEAR else centre * inverse
+                slope_of = values[slot] if score == _SOFTMAX else slopes[slot]
                 add_QK_gradient(slope_of, centre, context, query, keys, reading, d_QK[head])
 
 

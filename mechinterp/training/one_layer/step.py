@@ -24,6 +24,12 @@ from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
 from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own, uniform
 
+LANES = 32
+"""Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
+LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
+PACK_HEADS = 512
+"""Largest number of heads in a pack, except for a single model with more heads."""
+
 
 def initial_weights(config: ExperimentConfig) -> Weights:
     """Initial weights of one model, a function of its config and seed alone.
@@ -194,13 +200,6 @@ def _by_kernel(
     d_W_O[..., weights.d_x :] = d_y_columns
     named = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
     return torch.from_numpy(loss), weights.with_tensors(named)
-
-
-LANES = 32
-"""Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
-LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
-PACK_HEADS = 512
-"""Largest number of heads in a pack, except for a single model with more heads."""
 
 
 class Pack(Run[Weights]):
