@@ -260,3 +260,16 @@ def test_a_name_that_a_spreadsheet_would_run_is_escaped(
         with file.open(newline="") as text:
             cells = [cell for row in csv.reader(text) for cell in row]
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+
+
+def test_many_methods_have_a_page(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """More methods than colours of bars, and scores that some of them lack."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        score = "heads auroc" if number % 2 else "label right"
+        submitted(f"method {number}", {"gd-1": {score: 1.0}, "gd-2": {score: 0.5}}).save(
+            f"{number}.json"
+        )
+    compared = run("score", "--compare", ".", "--out", "page", "--json").done().document
+    assert len(compared["methods"]) == 20
+    assert len(compared["differences"]) == 2 * 45
