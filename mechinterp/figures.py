@@ -110,7 +110,7 @@ def bars(
             x=list(labels),
             y=values,
             name=name,
-            marker_color=BAR_COLORS[index],
+            marker_color=BAR_COLORS[index % len(BAR_COLORS)],
             error_y={"type": "data", "array": errors, "thickness": 1},
         )
     figure.update_yaxes(title_text=y_title, zeroline=True)

@@ -57,19 +57,11 @@ def integrated(entry: Entry) -> Answer:
     return answer(pair, along(pair, shares))
 
 
-def eap_ig_inputs(entry: Entry, *, backward: bool = False) -> Answer:
-    """EAP-IG of the inputs: points k / m from the corrupted to the clean prompts, k = 1..m.
-
-    Args:
-        backward: True: from the clean to the corrupted prompts.
-    """
+def eap_ig_inputs(entry: Entry) -> Answer:
+    """EAP-IG of the inputs: points k / m from the corrupted to the clean prompts, k = 1..m."""
     pair = pair_of(entry)
     shares = [k / PAPER_STEPS for k in range(1, PAPER_STEPS + 1)]
-    aim = "in" if backward else "out"
-    return {
-        "aim": aim,
-        **answer(pair, along(pair, [1 - s for s in shares] if backward else shares)),
-    }
+    return {"aim": "out", **answer(pair, along(pair, shares))}
 
 
 def eap_ig_activations(entry: Entry) -> Answer:

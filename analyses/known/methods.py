@@ -1,29 +1,27 @@
 """Methods scored on version 2 of the suite of known answers, each against every truth.
 
 A method is a function of an entry without its truth. docs/results/known_answers.md has the formula of each.
-Run: python -m analyses known/methods (an hour; --quick: four hand-made models)"""
+Run: python -m analyses.known.methods [FOLDER] (an hour); it writes a submission for each method that has none."""
 
+import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
-import pandas as pd
 import torch
 
 from analyses.known import gradients, masking
 from analyses.known.alignment import alignment
 from analyses.known.gradients import Answer
-from analyses.known.pruning import edge_pruning
-from analyses.lib import Measured
 from mechinterp import classify, name_algorithm
-from mechinterp.known import Entry, Suite, score, suite
+from mechinterp.known import Entry, Submission, Suite, score, suite
 from mechinterp.known.truth import KINDS
 
 VERSION = 2
-QUICK = ("gd-2", "gd-2-dead-heads", "debiased-two-pairs", "minimum-2")
-N_RANDOM = 5
+SUBMISSIONS = Path(__file__).parent / "submissions"
+N_RANDOM = 2
 """Number of random orders."""
-MOST_EDGES = 60
-"""Largest number of edges for edge pruning, which takes 720 steps for each entry."""
 Method = Callable[[Entry], Answer]
 
 
@@ -33,11 +31,6 @@ def exact(entry: Entry, *, known: Suite, kind: str) -> Answer:
     named = {"heads": f"heads_{kind}", "edges": f"edges_{kind}"}
     found = {about: getattr(truth, name, None) for about, name in named.items()}
     return {about: each.value for about, each in found.items() if each is not None}
-
-
-def pruning_of_few(entry: Entry) -> Answer:
-    """Edge pruning, for entries of few edges."""
-    return edge_pruning(entry) if len(entry.edges()) <= MOST_EDGES else {}
 
 
 def label(entry: Entry) -> Answer:
@@ -67,9 +60,7 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
         "attribution patching, out": gradients.patching_out,
         "integrated gradients": gradients.integrated,
         "EAP-IG inputs": gradients.eap_ig_inputs,
-        "EAP-IG inputs, backward": partial(gradients.eap_ig_inputs, backward=True),
         "EAP-IG activations": gradients.eap_ig_activations,
-        "edge pruning": pruning_of_few,
         **{f"{m} masking": partial(masking.masking, method=m) for m in KINDS[2:]},
         "Shapley masking": masking.shapley,
         "attention weight": masking.attention_weight,
@@ -80,25 +71,24 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
     }
 
 
-def scored(name: str, method: Method, known: Suite) -> pd.DataFrame:
-    """Scores of a method: a row per entry, a column per score, and the processor time in seconds."""
+def file_of(folder: Path, name: str) -> Path:
+    """File of a method, such as eap-ig-inputs.json."""
+    return folder / f"{'-'.join(re.findall(r'[a-z0-9]+', name.lower()))}.json"
+
+
+def submit(name: str, method: Method, known: Suite, folder: Path) -> Path:
+    """Score a method and write its submission."""
     found = score(partial(gradients.as_frames, method), known)
-    wide = found.to_frame().pivot(index=["entry", "kind"], columns="score", values="value")
-    wide = wide.rename_axis(columns=None).reset_index()
-    first = {"method": name.removesuffix(name[-2:]) if name.startswith("random") else name}
-    return wide.assign(**first, seconds=wide["entry"].map(found.seconds))
+    return Submission.of(found, known, method=name).save(file_of(folder, name))
 
 
-def rows_of(known: Suite) -> pd.DataFrame:
-    frames = [scored(name, method, known) for name, method in methods_of(known).items()]
-    rows = pd.concat(frames, ignore_index=True)
-    first = ["method", "entry", "kind", "seconds"]
-    return rows[[*first, *(name for name in rows if name not in first)]]
-
-
-def measure(quick: bool) -> Measured:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    known = suite(VERSION, trained="none" if quick else "all")
-    if quick:
-        known = Suite(VERSION, {name: known[name] for name in QUICK})
-    return Measured(rows_of(known))
+    known = suite(VERSION, trained="all")
+    for name, method in methods_of(known).items():
+        if not file_of(folder, name).exists():
+            print(submit(name, method, known, folder), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else SUBMISSIONS)

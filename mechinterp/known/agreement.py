@@ -20,6 +20,7 @@ from mechinterp.known.variables import (
     control_score,
     interchange_score,
     require_subspace,
+    width_of,
 )
 
 MATTERS = 0.01
@@ -295,7 +296,7 @@ def score_subspaces(entry: Entry, bases: Mapping[str, Any]) -> dict[str, float]:
         if name not in bases:
             scores = {} if true is None else {"interchange": 0.0, "cosine": 0.0}
         else:
-            basis = require_subspace(variable, bases[name])
+            basis = require_subspace(variable, bases[name], width_of(hooked, variable, pair[0]))
             scores = (
                 {"control": control_score(hooked, variable, basis, pair)}
                 if true is None

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from mechinterp.checkpoints.io.files import CheckpointError, readable, write_new, writing
 from mechinterp.display import Result
-from mechinterp.known.entries import HASHES, Suite
+from mechinterp.known.entries import HASHES, Suite, documents_of
 from mechinterp.known.scores import MEANINGS, Scores
 from mechinterp.version import __version__
 
@@ -28,6 +28,8 @@ LONGEST_NAME = 200
 """Largest number of characters of a name in a file."""
 COLUMNS = ["entry", "kind", "score", "value"]
 """Columns of the scores."""
+DIGITS = 6
+"""Number of digits of a score in a file, so that scores which differ by rounding are tied."""
 PACKAGES = ("numpy", "torch")
 """Packages whose versions are noted, besides this one and that of the method."""
 WRONG = "no submission of `mechinterp score --out`"
@@ -82,7 +84,7 @@ class Submission(Result):
         """The JSON document of the file: scores by entry, with kind and seconds."""
         scores: dict[str, dict[str, float | None]] = {name: {} for name in self.seconds}
         for row in self.rows.itertuples(index=False):
-            scores[row.entry][row.score] = row.value if isfinite(row.value) else None
+            scores[row.entry][row.score] = _rounded(row.value) if isfinite(row.value) else None
         kinds = dict(zip(self.rows["entry"], self.rows["kind"], strict=True))
         return {
             "submission_version": SUBMISSION_VERSION,
@@ -90,7 +92,8 @@ class Submission(Result):
             "suite": {"version": self.version, "sha256": self.sha256},
             "versions": dict(self.versions),
             "entries": {
-                name: {"kind": kinds.get(name, ""), "seconds": seconds, "scores": scores[name]}
+                name: {"kind": kinds.get(name, "")}
+                | {"seconds": _rounded(seconds), "scores": scores[name]}
                 for name, seconds in self.seconds.items()
             },
         }
@@ -107,6 +110,10 @@ class Submission(Result):
         with writing(file):
             write_new(file, partial(Path.write_text, data=f"{text}\n", encoding="utf-8"))
         return file
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
 
 
 def require_new(file: Path) -> None:
@@ -187,7 +194,9 @@ def _submission_from(document: Any) -> Submission:
         )
     packages, rows, seconds = _part(document, "versions"), [], {}
     _require(isinstance(packages, dict), "versions must be an object")
+    known = documents_of(version)
     for name, entry in _items(_part(document, "entries"), "entries"):
+        _require(name in known, f"there is no entry {name!r:.40}")
         seconds[name] = _number(_part(entry, "seconds"), f"seconds of {name}")
         kind = _text(_part(entry, "kind"), f"kind of {name}")
         for score, value in _items(_part(entry, "scores"), f"scores of {name}"):

@@ -108,14 +108,24 @@ def _put(own: Tensor, hook: object, *, source: Tensor, onto: Tensor, at: int | N
     return own
 
 
-def require_subspace(variable: Variable, basis: Any) -> Float[np.ndarray, "size width"]:
+def width_of(hooked: Any, variable: Variable, prompts: Prompts) -> int:
+    """Number of entries of the activation that may hold a variable, at one position of one prompt."""
+    with torch.no_grad():
+        _, cache = hooked.run_with_cache(
+            hooked.tokens(prompts[:1]), names_filter=lambda name: name == variable.hook
+        )
+    return cache[variable.hook].flatten(2).shape[2]
+
+
+def require_subspace(variable: Variable, basis: Any, width: int) -> Float[np.ndarray, "size width"]:
     """The basis of a subspace as an array.
 
+    Args:
+        width: Number of entries of the model's activation, which may be wider than that of the reference.
     Raises:
         ValueError: If it has another shape, is not finite or its vectors are dependent.
     """
-    given = np.asarray(basis, dtype=float)
-    shape = variable.basis.shape
+    given, shape = np.asarray(basis, dtype=float), (variable.size, width)
     if given.shape != shape or not np.isfinite(given).all():
         raise ValueError(
             f"the subspace of {variable.name!r} must be finite numbers {list(shape)}, got an array {list(given.shape)}."

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from analyses.known.gradients import (
     patching_out,
 )
 from analyses.known.masking import masking, random_order, shapley
-from analyses.known.methods import methods_of, scored
+from analyses.known.methods import methods_of, submit
 from analyses.known.pruning import (
     LEFT,
     RIGHT,
@@ -33,7 +34,8 @@ from analyses.known.pruning import (
 from mechinterp import attribute_edges
 from mechinterp.analysis.patching.circuit import circuit_output
 from mechinterp.analysis.patching.edges import estimated_effects
-from mechinterp.known import Entry, Suite, suite
+from mechinterp.known import Entry, Suite, read_submission, suite
+from mechinterp.known.agreement import score_subspaces
 from mechinterp.known.truth import KINDS
 from mechinterp.known.variables import angle_score, interchanged
 from mechinterp.models.hooked.masks import z_name
@@ -61,17 +63,15 @@ def test_first_order_effects_of_edges_are_those_of_the_package(
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("backward", [False, True])
-def test_eap_ig_of_inputs_is_the_mean_of_estimates_at_its_points(name: str, backward: bool):
-    """Forward the points are 1/5, 2/5, ... of the way to the clean prompts, backward 4/5, 3/5, ..., 0."""
+def test_eap_ig_of_inputs_is_the_mean_of_estimates_at_its_points(name: str):
+    """The points are 1/5, 2/5, ..., 1 of the way to the clean prompts."""
     pair = pair_of(ALL[name])
     total = 0
     for k in range(1, PAPER_STEPS + 1):
-        share = 1 - k / PAPER_STEPS if backward else k / PAPER_STEPS
-        at = torch.lerp(pair.corrupted, pair.clean, share)
+        at = torch.lerp(pair.corrupted, pair.clean, k / PAPER_STEPS)
         total = total + estimated_effects(replace(pair, corrupted=at), 1).mean(0) / PAPER_STEPS
     expected = total[pair.edges]
-    found = eap_ig_inputs(ALL[name], backward=backward)["edges"]
+    found = eap_ig_inputs(ALL[name])["edges"]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
@@ -214,6 +214,19 @@ def test_interchange_while_training_is_that_of_the_score(name: str):
     assert (expected - hooked.predict(base)).abs().max() > 1e-3
 
 
+def test_a_wide_model_is_searched_and_scored_in_its_own_width():
+    """The model is wider than the one that computes its variables exactly."""
+    entry = SECOND["wide-gd-2"]
+    found = alignment(entry.without_truth, steps=2)["subspace"]
+    assert {basis.shape for basis in found.values()} == {(1, 12)}
+    assert 0 <= score_subspaces(entry, found)["subspace cosine"] < 1
+    true = score_subspaces(entry, entry.truth.variables.value)
+    assert true["subspace interchange"] == pytest.approx(1)
+    control = SECOND["random-wide-gd-2"]
+    random = alignment(control.without_truth, steps=2)["subspace"]
+    assert "subspace control" in score_subspaces(control, random)
+
+
 @pytest.mark.slow
 def test_distributed_alignment_finds_the_prediction_of_a_rotated_model():
     """The subspace has one dimension of five: a random direction has a squared cosine of 0.2."""
@@ -225,15 +238,16 @@ def test_distributed_alignment_finds_the_prediction_of_a_rotated_model():
 
 
 @pytest.mark.slow
-def test_every_method_is_scored_and_each_truth_is_best_on_itself():
+def test_every_method_is_scored_and_each_truth_is_best_on_itself(tmp_path: Path):
     chosen = Suite(2, {name: SECOND[name] for name in ("gd-2-dead-heads",)})
     methods = methods_of(chosen)
     for kind in KINDS:
-        (row,) = scored(f"exact, {kind}", methods[f"exact, {kind}"], chosen).to_dict("records")
-        assert row[f"heads {kind} spearman"] == pytest.approx(1)
-        assert row["method"] == f"exact, {kind}"
-    names = [name for name in methods if not name.startswith(("exact", "edge", "distributed"))]
-    for name in names:
-        (row,) = scored(name, methods[name], chosen).to_dict("records")
-        assert row["seconds"] >= 0
-        assert len(row) > 4
+        file = submit(f"exact, {kind}", methods[f"exact, {kind}"], chosen, tmp_path)
+        assert file.name == f"exact-{kind}.json"
+        values = read_submission(file).to_frame().set_index("score")["value"]
+        assert values[f"heads {kind} spearman"] == pytest.approx(1)
+    for name in methods:
+        if not name.startswith(("exact", "edge", "distributed")):
+            found = read_submission(submit(name, methods[name], chosen, tmp_path))
+            assert len(found.to_frame())
+            assert found.method == name

@@ -50,8 +50,8 @@ def test_a_file_has_all_that_was_scored(tmp_path: Path):
     found = score(by_output, chosen)
     written = Submission.of(found, chosen, method="mine:by_output")
     again = read_submission(written.save(tmp_path / "mine.json"))
-    pd.testing.assert_frame_equal(again.to_frame(), found.to_frame())
-    assert again.seconds == found.seconds
+    pd.testing.assert_frame_equal(again.to_frame(), found.to_frame(), rtol=1e-5)
+    assert again.seconds == pytest.approx(dict(found.seconds), rel=1e-5)
     assert (again.method, again.version, again.sha256) == ("mine:by_output", 1, HAND.hash)
     assert {"python", "mechinterp", "numpy", "torch"} <= again.versions.keys()
 
@@ -66,9 +66,9 @@ def test_a_file_is_never_overwritten(tmp_path: Path):
 
 
 def test_differences_are_paired_over_common_entries(tmp_path: Path):
-    """By hand: the entries that both have are b, c and d; a and e count for neither."""
-    one = {"a": 9.0, "b": 0.9, "c": 0.5, "d": 0.7}
-    other = {"b": 0.8, "c": 0.5, "d": 0.1, "e": 9.0}
+    """By hand: both have gd-2, gd-3 and gd-4; gd-1 and kernel count for neither."""
+    one = {"gd-1": 9.0, "gd-2": 0.9, "gd-3": 0.5, "gd-4": 0.7}
+    other = {"gd-2": 0.8, "gd-3": 0.5, "gd-4": 0.1, "kernel": 9.0}
     for name, values in (("one", one), ("other", other)):
         scored = {entry: {"heads spearman": value} for entry, value in values.items()}
         submitted(name, scored).save(tmp_path / f"{name}.json")
@@ -87,16 +87,24 @@ def test_differences_are_paired_over_common_entries(tmp_path: Path):
 
 def test_of_an_error_the_smaller_size_is_better(tmp_path: Path):
     for name, error in (("one", -0.1), ("other", 0.3)):
-        values = {entry: {"coefficient error": error} for entry in ("a", "b")}
+        values = {entry: {"coefficient error": error} for entry in ("gd-1", "gd-2")}
         submitted(name, values).save(tmp_path / f"{name}.json")
     row = compare_submissions([tmp_path]).differences().iloc[0]
     assert row["difference"] == pytest.approx(-0.2)
     assert row["better"] == 2
 
 
+def test_scores_that_differ_by_rounding_are_tied(tmp_path: Path):
+    for name, value in (("one", 1.0), ("other", 1 - 1e-12)):
+        values = {entry: {"heads auroc": value} for entry in ("gd-1", "gd-2")}
+        submitted(name, values).save(tmp_path / f"{name}.json")
+    row = compare_submissions([tmp_path]).differences().iloc[0]
+    assert (row["better"], row["tied"]) == (0, 2)
+
+
 def test_a_score_that_one_method_lacks_is_no_row_of_both(tmp_path: Path):
-    submitted("one", {"a": {"heads auroc": 1.0, "label right": 1.0}}).save(tmp_path / "one.json")
-    submitted("other", {"a": {"heads auroc": 0.5}}).save(tmp_path / "other.json")
+    submitted("one", {"gd-1": {"heads auroc": 1.0, "label right": 1.0}}).save(tmp_path / "one.json")
+    submitted("other", {"gd-1": {"heads auroc": 0.5}}).save(tmp_path / "other.json")
     found = compare_submissions([tmp_path / "one.json", tmp_path / "other.json"])
     assert found.differences()["score"].tolist() == ["heads auroc"]
     means = found.to_frame().set_index("score")
@@ -144,6 +152,10 @@ SPOILT: dict[str, tuple[Callable[[dict], object], str]] = {
             given | {"entries": {"gd-2": {"kind": "", "seconds": 1, "scores": {"charm": 1}}}}
         ),
         "charm",
+    ),
+    "unknown entry": (
+        lambda given: given | {"entries": {"gd-9": {"kind": "", "seconds": 1, "scores": {}}}},
+        "gd-9",
     ),
     "text": (
         lambda given: (
@@ -248,3 +260,16 @@ def test_a_name_that_a_spreadsheet_would_run_is_escaped(
         with file.open(newline="") as text:
             cells = [cell for row in csv.reader(text) for cell in row]
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+
+
+def test_many_methods_have_a_page(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """More methods than colours of bars, and scores that some of them lack."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        score = "heads auroc" if number % 2 else "label right"
+        submitted(f"method {number}", {"gd-1": {score: 1.0}, "gd-2": {score: 0.5}}).save(
+            f"{number}.json"
+        )
+    compared = run("score", "--compare", ".", "--out", "page", "--json").done().document
+    assert len(compared["methods"]) == 20
+    assert len(compared["differences"]) == 2 * 45
