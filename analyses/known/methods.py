@@ -14,6 +14,7 @@ import torch
 from analyses.known import gradients, masking
 from analyses.known.alignment import alignment
 from analyses.known.gradients import Answer
+from analyses.known.pruning import edge_pruning_of_large
 from mechinterp import classify, name_algorithm
 from mechinterp.known import Entry, Submission, Suite, score, suite
 from mechinterp.known.truth import KINDS
@@ -64,6 +65,7 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
         **{f"{m} masking": partial(masking.masking, method=m) for m in KINDS[2:]},
         "Shapley masking": masking.shapley,
         "attention weight": masking.attention_weight,
+        "edge pruning": edge_pruning_of_large,
         "distributed alignment": alignment,
         **{f"random {n}": partial(masking.random_order, seed=n) for n in range(N_RANDOM)},
         "label of this package": label,

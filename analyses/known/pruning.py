@@ -27,6 +27,8 @@ TARGET = 0.92
 STEP_SIZE = 0.8
 START, SPREAD = 10.0, 0.01
 """Mean and standard deviation of the logits at the start."""
+LEAST_EDGES = 100
+"""Smallest number of edges that are pruned: with fewer, the target leaves less than eight."""
 LEFT, RIGHT, TEMPERATURE = -0.1, 1.1, 2 / 3
 """The hard concrete distribution: a stretched sigmoid, clipped to 0 and 1."""
 TINY = 1e-6
@@ -57,6 +59,11 @@ def edge_pruning(entry: Entry, *, seed: int = 0, steps: int = STEPS) -> Answer:
             scheduler.step()
             total += kept.detach()
     return {"aim": "out", "edges": (total / steps).numpy()}
+
+
+def edge_pruning_of_large(entry: Entry) -> Answer:
+    """Edge pruning of a model with at least `LEAST_EDGES` edges; no answer for others."""
+    return edge_pruning(entry) if len(entry.edges()) >= LEAST_EDGES else {}
 
 
 def share_of_step(step: int, *, steps: int) -> float:

@@ -21,8 +21,10 @@ BY_GRADIENTS = (
 BY_MASKS = (
     *("zero masking", "mean masking", "resample masking", "Shapley masking", "attention weight"),
 )
+PRUNING = "edge pruning"
+"""Asked of models with many edges alone: all trained ones of several layers, and three others."""
 OWN = (
-    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, "distributed alignment", "random"),
+    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, "distributed alignment", "random"),
     *("label of this package", "singular vectors"),
 )
 RANDOM = re.compile(r"random \d+")
@@ -118,7 +120,8 @@ def heads_made(results: Path) -> str:
 
 def _edges(group: str) -> str:
     found = _found()
-    methods = (*EXACT[:2], *BY_GRADIENTS, *_others(), "random")
+    pruned = (PRUNING,) if group == "deep" else ()
+    methods = (*EXACT[:2], *BY_GRADIENTS, *pruned, *_others(), "random")
     scores = {
         "edges in spearman": "in, Spearman",
         "edges out spearman": "out, Spearman",
@@ -146,7 +149,7 @@ def edges_made(results: Path) -> str:
 def circuits(results: Path) -> str:
     """Circuits: heads against the best of each size, and CMD of edges as the median over entries."""
     found = _found()
-    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(), "random")
+    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, *_others(), "random")
     scores = {"circuits in": "heads, in", "circuits out": "heads, out"}
     lines = _matrix(found, methods, scores).split("\n")
     more = []
@@ -227,7 +230,7 @@ def seconds(results: Path) -> str:
     """Processor time of each method, all entries together."""
     total = _found().groupby("method")["seconds"].sum()
     lines = ["| Method | Seconds |", "| --- | --- |"]
-    methods = (*BY_GRADIENTS, *BY_MASKS, "distributed alignment")
+    methods = (*BY_GRADIENTS, *BY_MASKS, PRUNING, "distributed alignment")
     lines += [f"| {method} | {total[method]:.0f} |" for method in methods]
     return "\n".join(lines)
 
