@@ -450,7 +450,8 @@ def in_float32(loss: LocalLoss) -> LocalLoss:
 
 @pytest.mark.slow
 def test_draws_in_float32_have_the_known_value():
-    for entry in suite(trained="none").values():
+    """At the singular minima of version 2 a term in log n is left at every finite n."""
+    for entry in suite(1, trained="none").values():
         if (exact := entry.truth.learning_coefficient) is None:
             continue
         heads = heads_of_linear(entry.checkpoint.weights)
