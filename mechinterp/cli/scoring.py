@@ -24,7 +24,7 @@ def score(
     ],
     version: Annotated[
         int | None,
-        typer.Option("--suite", "--version", help="Version of the suite; default: the newest."),
+        typer.Option("--suite", help="Version of the suite; default: the newest."),
     ] = None,
     trained: Annotated[
         str, option("--trained", "Trained models: bundled, all (in a clone) or none.")

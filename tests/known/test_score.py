@@ -222,7 +222,7 @@ def test_a_method_of_ones_own_is_scored_from_another_folder(
 
 def test_the_command_refuses_what_is_not_there(run: Run):
     run("score", "nowhere:method").assert_refused("nowhere")
-    run("score", "json:dumps", "--version", "7").assert_refused("version", "7")
+    run("score", "json:dumps", "--suite", "7").assert_refused("version", "7")
 
 
 def test_auroc_is_scikit_learns():
