@@ -141,7 +141,7 @@ def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
     """Snapshots of one file, the inverse of `stacked`; the file may have any size, because long
     runs have many."""
     steps = read_steps(file)
-    with opened(file, "pt") as stored:
+    with torch.device("cpu"), opened(file, "pt") as stored:
         names = set(stored.keys()) - {STEP}
         tensors = {name: stored.get_tensor(name) for name in sorted(names)}
     for name, tensor in tensors.items():

@@ -135,7 +135,7 @@ def resumable(file: Path) -> Iterator[None]:
 def _opened(file: Path) -> Iterator[safe_open]:
     if file.exists():
         size_of(file)  # raises for a pipe, which would block
-    with resumable(file), safe_open(file, framework="pt") as stored:
+    with resumable(file), torch.device("cpu"), safe_open(file, framework="pt") as stored:
         yield stored
 
 

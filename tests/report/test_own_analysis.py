@@ -122,7 +122,7 @@ def test_help_lists_the_options_of_a_function(folder: Path, run: Run):
     ("words", "message"),
     [
         (["--lyer", "1"], "--lyer"),
-        (["--layer", "one"], "got one."),
+        (["--layer", "one"], "one"),
         (["--layer"], "'--layer' requires"),
         (["1"], "(1)"),
     ],

@@ -501,7 +501,8 @@ def _read_safetensors(file: Path, weights: str | None) -> Read:
         metadata = stored.metadata() or {}
     documents = {n: _document(text) for n, text in enumerate(metadata.values())}
     settings = settings_among({"metadata": metadata, "documents": documents})
-    return _chosen(load_file(file), weights), settings
+    with torch.device("cpu"):  # old versions of safetensors read onto the caller's default device
+        return _chosen(load_file(file), weights), settings
 
 
 def _document(text: str) -> object:
