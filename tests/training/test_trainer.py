@@ -1,7 +1,7 @@
 """Packs: they resume to the same bits, log what they say they log, and train as plain PyTorch does."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -278,6 +278,15 @@ class Interrupted(Pack):
         super().update(step)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C; a shell's background job ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_first_interrupt_saves_the_next_logged_step_and_a_second_ends_at_once(tmp_path: Path):
     file, every = tmp_path / "training.safetensors", next(iter(MODELS.values())).train.log_every
     once = Interrupted(MODELS)
