@@ -6,8 +6,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from jaxtyping import Float
 
 from mechinterp import figures
 from mechinterp.analysis.result import Table
@@ -21,6 +23,10 @@ FEW = 3
 """Largest number of methods whose differences are shown in a terminal without --wide."""
 LEAST = 2
 """Smallest number of methods to compare."""
+AREAS = ("edges cpr", "edges cmd")
+"""Scores without bounds."""
+MOST_BARS, ROW = 3, 22
+"""Largest number of methods that are drawn as bars; height of a row of the matrix, in pixels."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,16 +127,40 @@ class MethodComparison(Result):
         }
 
     def plot(self) -> go.Figure:
-        """Mean of each score over common entries, with its standard error, a bar for each method."""
+        """Mean of each score over common entries: bars with standard errors, or a matrix for more than `MOST_BARS` methods.
+
+        Areas that have no bounds are left out.
+        """
         frame = self.to_frame()
-        bars = {
-            name: (frame[name].to_numpy(), frame[f"{name}_sem"].fillna(0).to_numpy())
-            for name in self.names
-            if name in frame
-        }
-        return figures.bars(
-            frame["score"].tolist(), bars, title="Scores of each method", y_title="mean score"
+        frame = frame[~frame["score"].isin(AREAS)]
+        names, scores = [name for name in self.names if name in frame], frame["score"].tolist()
+        title = "Scores of each method"
+        if len(names) > MOST_BARS:
+            return _matrix(frame[names].to_numpy(float).T, names, scores, title)
+        bars = {n: (frame[n].to_numpy(), frame[f"{n}_sem"].fillna(0).to_numpy()) for n in names}
+        return figures.bars(scores, bars, title=title, y_title="mean score")
+
+
+def _matrix(
+    means: Float[np.ndarray, "method score"], names: list[str], scores: list[str], title: str
+) -> go.Figure:
+    """Means as colours from -1 (orange) over 0 (white) to 1 (blue), each with its number."""
+    figure = go.Figure(
+        go.Heatmap(
+            z=means,
+            x=scores,
+            y=names,
+            zmin=-1,
+            zmax=1,
+            colorscale=[[0, figures.COLORS[1]], [0.5, "white"], [1, figures.COLORS[0]]],
+            text=np.where(np.isnan(means), "", np.char.mod("%.2f", means)),
+            texttemplate="%{text}",
+            textfont_size=9,
         )
+    )
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(tickangle=-60)
+    return figures.finish(figure, title, height=ROW * len(names) + 220)
 
 
 def compare_submissions(paths: Sequence[str | Path]) -> MethodComparison:

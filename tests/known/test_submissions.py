@@ -273,3 +273,16 @@ def test_many_methods_have_a_page(run: Run, tmp_path: Path, monkeypatch: pytest.
     compared = run("score", "--compare", ".", "--out", "page", "--json").done().document
     assert len(compared["methods"]) == 20
     assert len(compared["differences"]) == 2 * 45
+
+
+def test_many_methods_are_a_matrix_of_bounded_scores(tmp_path: Path):
+    scores = {"one": 0.9, "two": 0.5, "three": -0.2, "four": 0.1}
+    for name, value in scores.items():
+        given = {"heads spearman": value, "edges cpr": 60.0}
+        submitted(name, {"gd-1": given, "gd-2": given}).save(tmp_path / f"{name}.json")
+    found = compare_submissions([tmp_path])
+    (matrix,) = found.plot().data
+    assert list(matrix.x) == ["heads spearman"]
+    assert dict(zip(matrix.y, matrix.z[:, 0], strict=True)) == scores
+    few = compare_submissions([tmp_path / "one.json", tmp_path / "two.json"]).plot()
+    assert [bar.type for bar in few.data] == ["bar", "bar"]
