@@ -1,7 +1,6 @@
 """Effects of edges, heads and sets of heads, each by two programs: hooks on the model, and the plain model in numpy."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analyses.known.gradients import own_inputs
 from analyses.known.plain import Plain
-from mechinterp.analysis.patching.circuit import SPLIT_INPUTS
 from mechinterp.analysis.patching.pairing import InputPair, Node, layer_of
 from mechinterp.known import Entry
 from mechinterp.known.truth import KINDS, MOST_SUBSETS
@@ -98,7 +97,7 @@ def edges_by_hooks(pair: InputPair, kind: str) -> np.ndarray:
     names = [resid_name(layer) for layer in range(pair.hooked.n_layers)]
     output, streams = pair.hooked.run_noting(tokens, names)
     before, effects = pair.metric(output), []
-    with _own_inputs(hooked):
+    with own_inputs(hooked):
         for sender, receiver in np.argwhere(pair.edges):
             node = pair.receivers[receiver]
             hook = partial(_read, node=node, more=sign * pair.moved[:, :, sender])
@@ -117,17 +116,6 @@ def _read(own: Tensor, hook: object, *, node: Node, more: Tensor) -> Tensor:
         return own + more
     own[:, :, node.head] += more
     return own
-
-
-@contextmanager
-def _own_inputs(model: Any) -> Iterator[None]:
-    for name in SPLIT_INPUTS:
-        getattr(model, f"set_{name}")(True)
-    try:
-        yield
-    finally:
-        for name in SPLIT_INPUTS:
-            getattr(model, f"set_{name}")(False)
 
 
 @dataclass(frozen=True, eq=False)

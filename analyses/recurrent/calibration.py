@@ -203,7 +203,7 @@ NEAR = {
     "averaged lms": lambda r, t: make.averaged(rate(r, t) * 1.2),
     "falling steps": lambda r, t: make.falling(2 * rate(r, t), uniform(r, 0.2, 0.8)),
     "conjugate gradients": lambda r, t: make.conjugate_gradients(
-        # As many steps as coordinates are least squares.
+        # Least squares are as many steps as coordinates.
         int(r.integers(2, min(4, t.d_x)))
     ),
     "window of ridge": lambda r, t: make.sliding(

@@ -177,7 +177,7 @@ def _of_circuits(entry: Entry, curve_of: Any) -> dict[str, float]:
         known = getattr(entry.truth, f"subsets_{kind}")
         if known is None or len(known.value) < 4:
             continue
-        # What is not in the circuit is patched out: the complement of each set.
+        # The complement of a circuit is patched out.
         game = known.value if kind == "in" else known.value[::-1]
         best, mean = by_size(game)
         scale = (best - mean).sum()

@@ -104,7 +104,7 @@ class MethodComparison(Result):
             best = MEANINGS[score][1]
             for first, second in combinations(wide, 2):
                 both = wide[[first, second]].dropna()
-                # Of a signed error the size counts.
+                # The size of a signed error counts.
                 sizes = both.abs() if best == 0 else both
                 moved, nearer = sizes[first] - sizes[second], (sizes - best).abs()
                 better = int((nearer[first] < nearer[second]).sum())

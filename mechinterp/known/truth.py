@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 KINDS = ("in", "out", "zero", "mean", "resample")
-"""What replaces the output of a head: "in" is the clean value in a run on the corrupted prompts (denoising), "out" the
+"""Replacements of the output of a head: "in" is the clean value in a run on the corrupted prompts (denoising), "out" the
 corrupted value in a run on the clean prompts (noising). "zero", "mean" and "resample" replace it in a run on the clean
 prompts by zero, by its mean over the prompts, or by its value on another prompt."""
 MOST_SUBSETS = 12

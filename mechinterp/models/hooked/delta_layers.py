@@ -40,7 +40,7 @@ DELTA_POINTS = (*(f"hook_{part}" for part in PARTS), "hook_pattern")
 
 @dataclass(frozen=True)
 class Form:
-    """What the layer does with its projections before they enter the state."""
+    """Steps between the projections of a layer and its state."""
 
     activated: str
     """Those of q, k and v that go through silu; mesa layers do not activate values."""
