@@ -25,8 +25,8 @@ from mechinterp.training.lanes import (
     store,
 )
 
-SCORE_KINDS = ("linear", "relu/L", "softmax")
-_LINEAR, RELU, _SOFTMAX = range(len(SCORE_KINDS))
+SCORE_KINDS = ("relu/L", "softmax")
+_RELU, _SOFTMAX = range(len(SCORE_KINDS))
 _HEADS = types.Array(types.float32, 4, "C")
 
 
@@ -106,7 +106,7 @@ def weigh(kind, factor, scores, n, pattern, first):
         inverse = fill(factor)
     for j in range(n):
         value = load(scores, j)
-        if kind == RELU:
+        if kind == _RELU:
             value = larger(fill(0.0), value)
         store(pattern, first + j, value * inverse)
 
@@ -134,10 +134,8 @@ def score_gradient(kind, factor, pattern, first, n, changes):
         weight, change = load(pattern, first + j), load(changes, j)
         if kind == _SOFTMAX:
             change = weight * (change - centre)
-        elif kind == RELU:
-            change = where(weight, change * factor)
         else:
-            change = change * factor
+            change = where(weight, change * factor)
         store(changes, j, change)
 
 
