@@ -132,10 +132,7 @@ def score_gradient(kind, factor, pattern, first, n, changes):
             centre = centre + load(pattern, first + j) * load(changes, j)
     for j in range(n):
         weight, change = load(pattern, first + j), load(changes, j)
-        if kind == _SOFTMAX:
-            change = weight * (change - centre)
-        else:
-            change = where(weight, change * factor)
+        change = weight * (change - centre) if kind == _SOFTMAX else where(weight, change * factor)
         store(changes, j, change)
 
 
