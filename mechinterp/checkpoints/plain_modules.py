@@ -153,6 +153,7 @@ def hook_module(
 
     Layers are every torch.nn.MultiheadAttention, and every module with a common name for the outputs of heads (o_proj,
     to_out, c_proj, ...) beside those for queries, keys and values (q_proj, to_q, W_q, qkv, c_attn, ...).
+    If no name is known, layers are the projections whose input is a product of attention weights and values in a run.
 
     Args:
         heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
@@ -255,7 +256,8 @@ def _hooked(
 ) -> HookedPredictor:
     """The module of a trial with hooks on its layers."""
     # Imported here because they need TransformerLens.
-    from mechinterp.checkpoints.module_places import layer_names, places_of
+    from mechinterp.checkpoints.module_outputs import layer_names
+    from mechinterp.checkpoints.module_places import places_of
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
