@@ -33,7 +33,7 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
 )
 from mechinterp.theory.linear import Heads, MergedHeads, Moments
-from mechinterp.training.general.trainer import loss_and_gradients as deep_loss
+from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear import flatten, sample_moments, task_moments, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 

@@ -25,8 +25,8 @@ from mechinterp.training.lanes import (
     store,
 )
 
-KINDS = ("linear", "relu/L", "softmax")
-_LINEAR, RELU, _SOFTMAX = range(len(KINDS))
+SCORE_KINDS = ("relu/L", "softmax")
+_RELU, _SOFTMAX = range(len(SCORE_KINDS))
 _HEADS = types.Array(types.float32, 4, "C")
 
 
@@ -106,7 +106,7 @@ def weigh(kind, factor, scores, n, pattern, first):
         inverse = fill(factor)
     for j in range(n):
         value = load(scores, j)
-        if kind == RELU:
+        if kind == _RELU:
             value = larger(fill(0.0), value)
         store(pattern, first + j, value * inverse)
 
@@ -132,19 +132,14 @@ def score_gradient(kind, factor, pattern, first, n, changes):
             centre = centre + load(pattern, first + j) * load(changes, j)
     for j in range(n):
         weight, change = load(pattern, first + j), load(changes, j)
-        if kind == _SOFTMAX:
-            change = weight * (change - centre)
-        elif kind == RELU:
-            change = where(weight, change * factor)
-        else:
-            change = change * factor
+        change = weight * (change - centre) if kind == _SOFTMAX else where(weight, change * factor)
         store(changes, j, change)
 
 
 @compiled(
     types.void(_HEADS, _HEADS, _HEADS, types.int64, types.int64, types.float32, _HEADS, _HEADS)
 )
-def attend(q, k, v, n_keys, kind, factor, patterns, z):
+def attend_blocks(q, k, v, n_keys, kind, factor, patterns, z):
     """Set the attention weights [block, head, query and key, lane] and the weighted averages z of every head.
 
     Queries, keys and values are [head, feature, row, prompt]; the first `n_keys` rows of keys and values are read.
@@ -168,7 +163,7 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
 
 
 @compiled(types.void(*[_HEADS] * 3, types.int64, types.int64, types.float32, *[_HEADS] * 5))
-def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
+def attend_blocks_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
     """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
     n_heads, size, n_rows, n_prompts = q.shape
     query, d_out, d_query = np.empty((3, size * n_rows * LANES), np.float32)

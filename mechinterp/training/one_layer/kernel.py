@@ -24,9 +24,9 @@ from mechinterp.training.lanes import (
     total,
 )
 
-KINDS = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
+STEP_SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
 """Names of the scores that the step knows; their numbers are known in this file alone."""
-_SOFTMAX, TANH, AFFINE, SQUARE, _LINEAR = range(len(KINDS))
+_SOFTMAX, TANH, AFFINE, SQUARE, _LINEAR = range(len(STEP_SCORES))
 
 
 @compiled()
@@ -282,7 +282,7 @@ def set_loss_and_gradients(
     """Set the loss of every model and its gradient in its weights; the gradient arrays must be zero at the start.
 
     `slots` are the heads of each model, [model, slot]; the number n_heads marks an empty slot. `score` is an index in
-    KINDS. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
+    STEP_SCORES. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
     """
     d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
     QK = np.zeros((n_heads, d_x, d_model), np.float32)

@@ -161,11 +161,11 @@ def _require_kernel() -> None:
         ValueError: If they differ.
     """
     from mechinterp.training.lanes import require_close
-    from mechinterp.training.one_layer.kernel import KINDS
+    from mechinterp.training.one_layer.kernel import STEP_SCORES
 
     task = TaskConfig(d_x=2, context_length=3)
     members, prompt = membership([1, 2]), draw_prompts(task, 1)
-    for score in KINDS:
+    for score in STEP_SCORES:
         model = ModelConfig(n_heads=3, score=score, score_slope=0.5)
         weights = initial_weights(ExperimentConfig(task=task, model=model))
         weights = weights.with_tensors({n: 2 * t for n, t in weights.tensors.items()})
@@ -180,7 +180,7 @@ def _by_kernel(
     weights: Weights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], Weights]:
     # Imported here, so that reading checkpoints does not load the compiler.
-    from mechinterp.training.one_layer.kernel import KINDS, set_loss_and_gradients
+    from mechinterp.training.one_layer.kernel import STEP_SCORES, set_loss_and_gradients
 
     score, slope = weights.model.score, weights.model.score_slope
     if score == "linear/L":
@@ -192,7 +192,7 @@ def _by_kernel(
     # The kernel takes the y columns of W_O alone.
     y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
     d_y_columns = np.zeros_like(y_columns)
-    settings = (members.slots.numpy(), KINDS.index(score), slope, weights.scale, loss)
+    settings = (members.slots.numpy(), STEP_SCORES.index(score), slope, weights.scale, loss)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
         *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
