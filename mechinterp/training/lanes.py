@@ -186,10 +186,13 @@ def cache_folder() -> Path | None:
     return None
 
 
-def compiled(signature: Signature | None = None):
-    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable."""
+def compiled(signature: Signature | None = None, *, exact: bool = False):
+    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable.
 
-    settings = {"fastmath": {*CONTRACT}, "error_model": "numpy"}
+    Args:
+        exact: True: a * b + c is rounded twice, as written.
+    """
+    settings = {"fastmath": False if exact else {*CONTRACT}, "error_model": "numpy"}
 
     def decorate(function):
         function = unwrap(function)  # the test run wraps functions to check their types
