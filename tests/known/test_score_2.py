@@ -104,6 +104,40 @@ def test_a_tie_counts_as_the_mean_of_its_orders():
     assert of_tied[name] == pytest.approx(np.mean([each[name] for each in matters]))
 
 
+def test_areas_of_tied_edges_lie_between_those_of_both_orders():
+    """Two of a chain of three edges are tied for the second place."""
+    entry = HAND["minimum-2"]
+    edges = entry.edges()
+    value = {("L0H0", "output"): 9.0, ("input", "L0H0.v"): 8.0, ("L0H1", "output"): 7.0}
+
+    def areas(**changed: float) -> dict[str, float]:
+        places = list(edges.itertuples(index=False, name=None))
+        size = [value.get(edge, 1 / (2 + n)) for n, edge in enumerate(places)]
+        for head, own in changed.items():
+            size[places.index((head, "output"))] = own
+        return score_edges_of_all(entry, edges.assign(value=size))
+
+    first, second, tied = areas(), areas(L0H1=8.5), areas(L0H1=8.0)
+    for name in ("edges cpr", "edges cmd"):
+        low, high = sorted((first[name], second[name]))
+        assert low < tied[name] < high
+
+
+def test_effects_above_a_hundredth_of_the_largest_matter():
+    effects = np.array([-1.0, 0.0101, 0.0099, 0.0, 0.0])
+    values = np.array([5.0, 1.0, 4.0, 3.0, 2.0])
+    # Of six pairs, the first effect is right in three, the second in none.
+    assert agreement("heads in", values, effects)["heads in auroc"] == pytest.approx(3 / 6)
+
+
+def test_circuits_of_two_heads_are_scored():
+    """There are two circuits of one head: the better one scores 1, the other -1."""
+    entry = HAND["minimum-2"]
+    single = entry.truth.heads_in.value
+    assert score_heads_of_all(entry, single)["circuits in"] == pytest.approx(1)
+    assert score_heads_of_all(entry, single[:, ::-1])["circuits in"] == pytest.approx(-1)
+
+
 def test_agreement_is_that_of_other_packages():
     rng = np.random.default_rng(2)
     for _ in range(20):
