@@ -24,9 +24,9 @@ from mechinterp.checkpoints.native.card import card_of, training_in_words
 from mechinterp.checkpoints.native.folder import (
     FILES,
     GROUNDS,
-    HISTORY,
+    HISTORY_FILE,
     SNAPSHOTS,
-    WEIGHTS,
+    WEIGHTS_FILE,
     Outline,
     document_file,
     document_of,
@@ -129,7 +129,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     return {step: (file, read_arrays(file)) for step, file in by_step}
 
 
-def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+def stacked_snapshots(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors of one file with all snapshots: [step, ...] by name, and the steps."""
     steps = sorted(snapshots)
     names = snapshots[steps[0]]
@@ -138,7 +138,7 @@ def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
-    """Snapshots of one file, the inverse of `stacked`; the file may have any size, because long
+    """Snapshots of one file, the inverse of `stacked_snapshots`; the file may have any size, because long
     runs have many."""
     steps = read_steps(file)
     with torch.device("cpu"), opened(file, "pt") as stored:
@@ -455,7 +455,7 @@ def load(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     document, config = read_document(document_file(path))
-    file = path / WEIGHTS
+    file = path / WEIGHTS_FILE
     weights = weights_from(read_arrays(file), config, file)
     require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
@@ -492,10 +492,10 @@ def save(
     names = FILES if shared else None
     with claimed(path, last="config.json", names=names) as claim:
         if kept:
-            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
-        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))
+            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked_snapshots(kept)))
+        claim.write(WEIGHTS_FILE, partial(fill_with_tensors, tensors=state_dict(weights)))
         if history is not None:
-            claim.write(HISTORY, partial(history.to_parquet, index=False))
+            claim.write(HISTORY_FILE, partial(history.to_parquet, index=False))
         files = {name: sha256_of(file) for name, file in claim.waiting.items()}
         document = document_of(
             config, step=step, assumed=assumed, origin=origin, files=files, grounds=grounds

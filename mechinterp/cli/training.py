@@ -116,7 +116,7 @@ def sweep(
     from mechinterp.report.bars import progress_bar
     from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
-    from mechinterp.training.train import RESULTS, require_finite, train_models
+    from mechinterp.training.train import RESULTS, require_no_divergence, train_models
 
     if merge is not None:
         if (given := file or out or shard) is not None:
@@ -137,7 +137,7 @@ def sweep(
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
         write_own_table(out / RESULTS, models_frame(models, out, diverged=summary.diverged))
-    require_finite(models, out, summary)
+    require_no_divergence(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(_document(summary, out), text, as_json=as_json)
 

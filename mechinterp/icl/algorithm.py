@@ -292,7 +292,7 @@ def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Te
 
 
 TOLERANCE = 1e-8
-ROUNDING = 1e-26
+EXACT_FIT = 1e-26
 """A mean squared difference below this fraction of the target's mean square counts as rounding."""
 MAX_STEPS = 100
 DAMPING = 1e-2
@@ -371,7 +371,7 @@ def fit_algorithm(
         predictions = algorithm.predictions(moments, scalars, n_layers)
         return ((predictions if wanted.ndim == 3 else predictions[-1]) - wanted).flatten()
 
-    lower, goal = algorithm.lower(n_layers), ROUNDING * wanted.square().mean().item()
+    lower, goal = algorithm.lower(n_layers), EXACT_FIT * wanted.square().mean().item()
     fits: list[tuple[float, Tensor]] = []
     starts = [algorithm.start(moments, n_layers) if start is None else start]
     if n_starts > 1 and wanted.ndim == 2:

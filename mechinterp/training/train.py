@@ -35,7 +35,14 @@ from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.linear import moments_bytes, train_linear
 from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import Progress, Run, stored_models, stored_origin, train_run
+from mechinterp.training.run import (
+    OnLog,
+    Progress,
+    TrainingRun,
+    stored_models,
+    stored_origin,
+    train_run,
+)
 
 LOCK = ".lock"
 RESULTS = "results.parquet"
@@ -67,7 +74,6 @@ Models = Mapping[str, ExperimentConfig]
 """Configs by name of the model."""
 Jobs = Mapping[Path, Models]
 """Models to train together, by the file with their training state."""
-OnLog = Callable[[Progress], None]
 Engine = Callable[[Jobs, OnLog | None], Iterator[TrainingSummary]]
 
 
@@ -139,7 +145,9 @@ def train_job(
         return TrainingSummary(folders, run.step - first_step, seconds, loss, run.diverged)
 
 
-def _started(file: Path, models: Models, start: Checkpoint | None, device: str) -> Run[Weights]:
+def _started(
+    file: Path, models: Models, start: Checkpoint | None, device: str
+) -> TrainingRun[Weights]:
     """The run in a state file, or a new one, which is written there.
 
     Raises:
@@ -242,7 +250,7 @@ def train_one(
     """
     models = {".": config}
     summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
-    require_finite(models, Path(folder), summary)
+    require_no_divergence(models, Path(folder), summary)
     return summary
 
 
@@ -294,7 +302,7 @@ def train(
     return load(out)
 
 
-def require_finite(models: Models, run_folder: Path, summary: TrainingSummary) -> None:
+def require_no_divergence(models: Models, run_folder: Path, summary: TrainingSummary) -> None:
     """Refuse a run in which models diverged.
 
     Raises:

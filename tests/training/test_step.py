@@ -12,7 +12,7 @@ from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
-from mechinterp.training.lanes import LANES, exponential, load, store
+from mechinterp.training.lanes import LANES, exponential, load_lanes, store_lanes
 from mechinterp.training.one_layer.step import (
     by_tensors,
     initial_weights,
@@ -122,7 +122,7 @@ def test_large_scores_do_not_overflow(score: str):
 @njit(types.void(types.float32[::1], types.float32[::1]))
 def exponentials(numbers, out):
     for index in range(numbers.size // LANES):
-        store(out, index, exponential(load(numbers, index)))
+        store_lanes(out, index, exponential(load_lanes(numbers, index)))
 
 
 def exp(numbers: np.ndarray) -> np.ndarray:

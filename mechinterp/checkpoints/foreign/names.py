@@ -43,7 +43,7 @@ HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att
 NUMBERED = re.compile(r"(?:h|layers?|blocks?|attn|attention|trans_block|transformer_block)_?(\d+)")
 NUMBERED_HEAD = re.compile(r"heads?_?(\d+)")
 TORCH, TRANSPOSED = ORIENTATIONS
-KINDS: dict[str, tuple[str, str | None]] = {
+TENSOR_KINDS: dict[str, tuple[str, str | None]] = {
     word: (kind.split()[0], kind.split()[1] if " " in kind else None)
     for kind, words in TABLE["kinds"].items()
     for word in words.split()
@@ -135,11 +135,11 @@ def piece_of(name: str) -> Piece | None:
     """
     words = PARAMETERS.sub(r"\1.\2", name).replace("/", ".").split(".")
     tries: list[tuple[list[str], str, str | None]] = [(words, "weight", None)]
-    if len(words) > 1 and words[-1] in KINDS:
-        tries.insert(0, (words[:-1], *KINDS[words[-1]]))
+    if len(words) > 1 and words[-1] in TENSOR_KINDS:
+        tries.insert(0, (words[:-1], *TENSOR_KINDS[words[-1]]))
         if len(words) > 2 and words[-2].isdecimal() and _PARTS.get(words[-3]) in _BY_HEAD:
             # A list of the heads' queries, such as W_q.0.weight
-            tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *KINDS[words[-1]]))
+            tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *TENSOR_KINDS[words[-1]]))
     for path, kind, axes in tries:
         for count in (3, 2, 1):
             part = _PARTS.get(".".join(path[-count:]))

@@ -149,7 +149,7 @@ def native_tensor(array: np.ndarray, name: str) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
-Place = StoredTensor | StoredArray
+StoredPlace = StoredTensor | StoredArray
 
 
 Read = tuple[dict[str, Tensor], dict[str, object]]
@@ -341,12 +341,12 @@ def _unwrapped(document: object, depth: int = 0) -> object:
     return document
 
 
-def _places(root: object) -> Iterator[tuple[str, Place]]:
+def _places(root: object) -> Iterator[tuple[str, StoredPlace]]:
     """Tensors in nested dictionaries by dotted names, without those in a dictionary of an optimiser."""
     for path, value in _entries(root):
         named = isinstance(path[-1], str) and None not in path
         beside = len(path) > 1 and OPTIMISER.fullmatch(str(path[0]))
-        if isinstance(value, Place) and named and not beside:
+        if isinstance(value, StoredPlace) and named and not beside:
             yield ".".join(map(str, path)), value
 
 

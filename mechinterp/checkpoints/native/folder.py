@@ -40,7 +40,7 @@ from mechinterp.presets import PRESETS, preset
 from mechinterp.version import __version__
 
 MARK = {b"written_by": b"mechinterp"}
-MAX_BYTES = 2**27
+MAX_HISTORY_BYTES = 2**27
 MAX_FOOTER = 2**20
 MAX_COLUMNS = 1024
 MAX_CELLS = 2**24
@@ -73,7 +73,7 @@ def require_own_table(file: Path) -> None:
     if not os.path.lexists(file):
         return
     if not file.is_symlink():
-        with suppress(*FAULTS), readable(file, "parquet", MAX_BYTES):
+        with suppress(*FAULTS), readable(file, "parquet", MAX_HISTORY_BYTES):
             _require_footer(file)
             if MARK.items() <= (pq.read_metadata(file).metadata or {}).items():
                 return
@@ -91,7 +91,7 @@ def read_numbers(file: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     Raises:
         CheckpointError: If it exceeds the bounds, or is not such a table.
     """
-    with readable(file, "parquet", MAX_BYTES, *FAULTS):
+    with readable(file, "parquet", MAX_HISTORY_BYTES, *FAULTS):
         _require_footer(file)
         with pq.ParquetFile(file) as stored:
             _require_numbers(stored)
@@ -140,8 +140,8 @@ def _require_numbers(stored: pq.ParquetFile) -> None:
     if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
         raise ValueError(f"must have row groups of {about.num_rows} rows, got {sum(rows)}")
     chunks = [group.column(column) for group in groups for column in range(about.num_columns)]
-    if sum(abs(chunk.total_uncompressed_size) for chunk in chunks) > MAX_BYTES:
-        raise ValueError(f"must hold at most {MAX_BYTES} bytes uncompressed")
+    if sum(abs(chunk.total_uncompressed_size) for chunk in chunks) > MAX_HISTORY_BYTES:
+        raise ValueError(f"must hold at most {MAX_HISTORY_BYTES} bytes uncompressed")
     for chunk in chunks:
         # Other codecs can expand a few bytes to gigabytes; snappy expands at most 22 times.
         if chunk.compression not in CODECS:
@@ -150,14 +150,14 @@ def _require_numbers(stored: pq.ParquetFile) -> None:
 
 
 FORMAT_VERSION = 1
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 SNAPSHOTS = "snapshots.safetensors"
 OWN = {"format_version", "experiment"}
 """Fields of a config.json by which this package recognises its own."""
-HISTORY = "history.parquet"
-FILES = ("config.json", WEIGHTS, HISTORY, SNAPSHOTS, "snapshots")
+HISTORY_FILE = "history.parquet"
+FILES = ("config.json", WEIGHTS_FILE, HISTORY_FILE, SNAPSHOTS, "snapshots")
 """Contents of a checkpoint folder; earlier versions wrote "snapshots"."""
-COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
+HISTORY_COLUMNS = ("loss", "eval_loss", "omega", "mu", "qk_diagonal", "ov_last_entry")
 DEEP_COLUMNS = ("loss", "eval_loss", "qk_norm", "ov_norm")
 """Columns of a history besides step, head and, for DEEP_COLUMNS, layer."""
 
@@ -347,14 +347,14 @@ def read_history(
     Raises:
         CheckpointError: If the file is not such a history, or exceeds the bounds of `read_numbers`.
     """
-    file = path / HISTORY
+    file = path / HISTORY_FILE
     if not os.path.lexists(file):
         require_stated(file, files)
         return None
     bounds = {"step": step, "head": config.model.n_heads - 1}
     if not config.trains_compiled:
         bounds["layer"] = config.model.n_layers - 1
-    measured = COLUMNS if config.trains_compiled else DEEP_COLUMNS
+    measured = HISTORY_COLUMNS if config.trains_compiled else DEEP_COLUMNS
     columns = dict.fromkeys(bounds, "integer") | dict.fromkeys(measured, "float")
     history = read_numbers(file, columns)
     for name, bound in bounds.items():
@@ -475,7 +475,7 @@ def outline_of(path: Path) -> Outline | None:
     if not is_native(path):
         return None
     document, config = read_document(document_file(path))
-    file = path / WEIGHTS
+    file = path / WEIGHTS_FILE
     with naming(file):
         shapes = require_shapes(shapes_in(file), config)
     require_finite_in(file, shapes)

@@ -11,7 +11,16 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
-from mechinterp.training.lanes import LANES, compiled, exponential, fill, larger, load, store, total
+from mechinterp.training.lanes import (
+    LANES,
+    compiled,
+    exponential,
+    fill,
+    larger,
+    load_lanes,
+    store_lanes,
+    total,
+)
 
 STEP_SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
 """Names of the scores that the step knows; their numbers are known in this file alone."""
@@ -53,14 +62,14 @@ def score_block(QK, query, context, keys, scores):
     for m in range(d_model):
         key = fill(0.0)
         for i in range(d_x):
-            key = key + load(query, i) * QK[i, m]
-        store(keys, m, key)
+            key = key + load_lanes(query, i) * QK[i, m]
+        store_lanes(keys, m, key)
     peak = fill(-np.inf)
     for pair in range(scores.size // LANES):
         score = fill(0.0)
         for m in range(d_model):
-            score = score + load(keys, m) * load(context, pair * d_model + m)
-        store(scores, pair, score)
+            score = score + load_lanes(keys, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(scores, pair, score)
         peak = larger(score, peak)
     return peak
 
@@ -72,12 +81,12 @@ def activate(score, slope, peak, values, slopes):
     whole = fill(0.0)
     if score == _SOFTMAX:
         for pair in range(length):
-            value = exponential(load(values, pair) - peak)
-            store(values, pair, value)
+            value = exponential(load_lanes(values, pair) - peak)
+            store_lanes(values, pair, value)
             whole = whole + value
         return fill(1.0) / whole
     for pair in range(length):
-        s = load(values, pair)
+        s = load_lanes(values, pair)
         if score == TANH:
             # 1 + tanh(s), without cancellation for very negative s.
             value = fill(2.0) / (exponential(s * -2.0) + 1.0)
@@ -89,8 +98,8 @@ def activate(score, slope, peak, values, slopes):
             value, derivative = s * slope + 1.0, fill(slope)
         else:
             value, derivative = s * slope, fill(slope)
-        store(values, pair, value)
-        store(slopes, pair, derivative)
+        store_lanes(values, pair, value)
+        store_lanes(slopes, pair, derivative)
         whole = whole + value
     return fill(1.0) if score == _LINEAR else fill(1.0) / whole
 
@@ -102,8 +111,8 @@ def average(values, inverse, context, averaged):
     for m in range(d_model):
         mean = fill(0.0)
         for pair in range(values.size // LANES):
-            mean = mean + load(values, pair) * load(context, pair * d_model + m)
-        store(averaged, m, mean * inverse)
+            mean = mean + load_lanes(values, pair) * load_lanes(context, pair * d_model + m)
+        store_lanes(averaged, m, mean * inverse)
 
 
 @compiled()
@@ -115,25 +124,25 @@ def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
     for pair in range(length):
         value = fill(0.0) - centre
         for m in range(d_model):
-            value = value + load(d_averaged, m) * load(context, pair * d_model + m)
-        store(reading, pair, value * load(slopes, pair))
+            value = value + load_lanes(d_averaged, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(reading, pair, value * load_lanes(slopes, pair))
     for m in range(d_model):
         d_key = fill(0.0)
         for pair in range(length):
-            d_key = d_key + load(reading, pair) * load(context, pair * d_model + m)
+            d_key = d_key + load_lanes(reading, pair) * load_lanes(context, pair * d_model + m)
         for i in range(query.size // LANES):
             index = i * d_model + m
-            store(d_QK, index, load(d_QK, index) + load(query, i) * d_key)
+            store_lanes(d_QK, index, load_lanes(d_QK, index) + load_lanes(query, i) * d_key)
 
 
 @compiled()
 def predict_block(OV, averaged, error):
     """Add a head's outputs, [d_y], to `error`."""
     for n in range(OV.shape[1]):
-        output = load(error, n)
+        output = load_lanes(error, n)
         for m in range(OV.shape[0]):
-            output = output + load(averaged, m) * OV[m, n]
-        store(error, n, output)
+            output = output + load_lanes(averaged, m) * OV[m, n]
+        store_lanes(error, n, output)
 
 
 @compiled()
@@ -142,12 +151,12 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     d_model, d_y = OV.shape
     centre = fill(0.0)
     for m in range(d_model):
-        d_mean, mean = fill(0.0), load(averaged, m)
+        d_mean, mean = fill(0.0), load_lanes(averaged, m)
         for n in range(d_y):
             index = m * d_y + n
-            store(d_OV, index, load(d_OV, index) + mean * load(d_output, n))
-            d_mean = d_mean + load(d_output, n) * OV[m, n]
-        store(d_averaged, m, d_mean)
+            store_lanes(d_OV, index, load_lanes(d_OV, index) + mean * load_lanes(d_output, n))
+            d_mean = d_mean + load_lanes(d_output, n) * OV[m, n]
+        store_lanes(d_averaged, m, d_mean)
         centre = centre + d_mean * mean
     return centre
 
@@ -156,7 +165,7 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
 def scale_block(block, factor):
     """block *= factor."""
     for index in range(block.size // LANES):
-        store(block, index, load(block, index) * factor)
+        store_lanes(block, index, load_lanes(block, index) * factor)
 
 
 @compiled()
@@ -171,21 +180,21 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
     error = np.empty(d_y * LANES, np.float32)
     for model in range(slots.shape[0]):
         for n in range(d_y):
-            store(error, n, fill(0.0) - load(target, n))
+            store_lanes(error, n, fill(0.0) - load_lanes(target, n))
         for slot in range(n_slots):
             head = slots[model, slot]
             if head < n_heads:
                 peak = score_block(QK[head], query, context, keys, values[slot])
                 inverse = activate(score, slope, peak, values[slot], slopes[slot])
-                store(inverses, slot, inverse)
+                store_lanes(inverses, slot, inverse)
                 average(values[slot], inverse, context, averaged[slot])
                 predict_block(OV[head], averaged[slot], error)
-        square = load(squares, model)
+        square = load_lanes(squares, model)
         for n in range(d_y):
-            square = square + load(error, n) * load(error, n)
-        store(squares, model, square)
+            square = square + load_lanes(error, n) * load_lanes(error, n)
+        store_lanes(squares, model, square)
         for slot in range(n_slots):
-            head, inverse = slots[model, slot], load(inverses, slot)
+            head, inverse = slots[model, slot], load_lanes(inverses, slot)
             if head < n_heads:
                 centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
                 scale_block(keys, inverse)
@@ -222,7 +231,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 def sum_lanes(block, factor, sums):
     """Sums over lanes, times factor."""
     for index in range(sums.size):
-        sums[index] = total(load(block, index)) * factor
+        sums[index] = total(load_lanes(block, index)) * factor
 
 
 @compiled()
