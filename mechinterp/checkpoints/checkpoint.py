@@ -21,20 +21,22 @@ from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.card import card_of, training_in_words
+from mechinterp.checkpoints.native.document import (
+    GROUNDS,
+    document_of,
+    read_document,
+    require_stated,
+    sha256_of,
+)
 from mechinterp.checkpoints.native.folder import (
     FILES,
-    GROUNDS,
     HISTORY_FILE,
     SNAPSHOTS,
     WEIGHTS_FILE,
     Outline,
     document_file,
-    document_of,
     old_snapshots,
-    read_document,
     require_new,
-    require_stated,
-    sha256_of,
     stated_files,
 )
 from mechinterp.checkpoints.runs import Run, run_history

@@ -57,7 +57,7 @@ def train(
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.load import load
-    from mechinterp.checkpoints.native.folder import named_config
+    from mechinterp.checkpoints.native.document import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
     from mechinterp.training.train import train_one
@@ -112,7 +112,7 @@ def sweep(
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.comparison import models_frame
     from mechinterp.checkpoints.io.files import printable
-    from mechinterp.checkpoints.native.folder import write_own_table
+    from mechinterp.checkpoints.native.tables import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
@@ -154,7 +154,7 @@ def predict_jumps(
     from mechinterp.analysis.result import records
     from mechinterp.analysis.training.jumps import jump_forecast
     from mechinterp.checkpoints.io.files import printable
-    from mechinterp.checkpoints.native.folder import named_config
+    from mechinterp.checkpoints.native.document import named_config
     from mechinterp.config import override
     from mechinterp.report.to_json import SCHEMA_VERSION
     from mechinterp.report.to_text import to_text

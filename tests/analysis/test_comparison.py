@@ -15,7 +15,8 @@ from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, mode
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.native.folder import HISTORY_COLUMNS, write_own_table
+from mechinterp.checkpoints.native.folder import HISTORY_COLUMNS
+from mechinterp.checkpoints.native.tables import write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack

@@ -21,7 +21,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.load import TARGETS, convert
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.checkpoints.native.folder import MARK, write_own_table
+from mechinterp.checkpoints.native.tables import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.to_csv import write_table

@@ -64,20 +64,14 @@ COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
 _BY_HEAD = ("q", "k", "v")
 """Parts that a list may hold head by head."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
-
-
-def _parts() -> dict[str, str]:
-    parts = {}
-    for x, (word, words) in WORDS.items():
-        for row in PROJECTIONS:
-            spelled = row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize())
-            parts[spelled] = x
-    for part, spellings in ROWS.items():
-        parts |= dict.fromkeys(spellings, part)
-    return parts | LINEARS | {"OV": "v"}
-
-
-_PARTS = _parts()
+_PARTS = {
+    row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize()): x
+    for x, (word, words) in WORDS.items()
+    for row in PROJECTIONS
+}
+_PARTS |= {spelling: part for part, spellings in ROWS.items() for spelling in spellings}
+_PARTS |= LINEARS | {"OV": "v"}
+"""Parts by the words that stand for them in names."""
 
 
 def name_of(part: str, kind: str) -> str:

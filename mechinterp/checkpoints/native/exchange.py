@@ -28,14 +28,14 @@ from mechinterp.checkpoints.foreign.lens import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import (
-    WEIGHTS_FILE,
+from mechinterp.checkpoints.native.document import (
     document_of,
     document_parts,
     read_document,
     require_stated,
     sha256_of,
 )
+from mechinterp.checkpoints.native.folder import WEIGHTS_FILE
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
 from mechinterp.models.weights import Weights

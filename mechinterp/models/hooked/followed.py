@@ -33,6 +33,15 @@ BY_HAND = (
     *(Tensor.exp, Tensor.mul, Tensor.__mul__),
 )
 """Last functions of a softmax written by hand, such as exp(s) / exp(s).sum(-1), or exp of a log_softmax."""
+LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda ones: ones,
+    "causal": torch.tril,
+    "strict": partial(torch.tril, diagonal=-1),
+    "context": lambda ones: _without_last(ones),
+    "causal, over their number": lambda ones: _averaged(ones.tril()),
+    "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
+}
+"""Masks of attention without a softmax, by name: each maps ones [query, key] to the weights of the readable keys."""
 
 
 def _without_last(reads: Tensor) -> Tensor:
@@ -41,17 +50,6 @@ def _without_last(reads: Tensor) -> Tensor:
 
 def _averaged(reads: Tensor) -> Tensor:
     return reads / reads.sum(1, keepdim=True).clamp_min(1)
-
-
-LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all": lambda ones: ones,
-    "causal": torch.tril,
-    "strict": partial(torch.tril, diagonal=-1),
-    "context": _without_last,
-    "causal, over their number": lambda ones: _averaged(ones.tril()),
-    "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
-}
-"""Masks of attention without a softmax, by name: each maps ones [query, key] to the weights of the readable keys."""
 
 
 @dataclass(frozen=True)
