@@ -42,7 +42,8 @@ from mechinterp.checkpoints.native.folder import (
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
-from mechinterp.models.run.predictor import Predictor, WeightsPredictor
+from mechinterp.models.run.predictor import WeightsPredictor
+from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights
 
 PREFIX = "blocks.0.attn."

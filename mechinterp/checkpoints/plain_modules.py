@@ -27,7 +27,8 @@ from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
-from mechinterp.models.run.predictor import ModelPredictor, Predictor
+from mechinterp.models.run.predictor import ModelPredictor
+from mechinterp.models.run.ways import Predictor
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.module import ModuleHooks

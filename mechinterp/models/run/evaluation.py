@@ -13,7 +13,8 @@ from mechinterp.display import counted
 from mechinterp.icl.predictors import PromptsTask
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
+from mechinterp.models.run.predictor import Source, is_learner, predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights
 
 _N_PROMPTS, N_HOOKED = 4096, 512
