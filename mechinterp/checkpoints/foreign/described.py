@@ -12,7 +12,7 @@ from mechinterp.checkpoints.foreign.proof import Proof
 from mechinterp.checkpoints.foreign.renaming import unused_names
 from mechinterp.checkpoints.foreign.score import LazyReadings, Reading, Tried
 from mechinterp.checkpoints.foreign.settings import Stored
-from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
+from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 
