@@ -230,21 +230,31 @@ def own_function(named: str) -> Callable[..., Any]:
     """The function `module:function`, of a module in the current folder or an installed one.
 
     Raises:
-        ValueError: If there is no such module or function.
+        ValueError: If there is no such module or name, or it is not a function.
     """
-    module, _, function = named.partition(":")
+    own = own_object(named)
+    if not callable(own):
+        raise ValueError(f"{named}: must be a function, got {type(own).__name__}.")
+    return own
+
+
+def own_object(named: str) -> Any:
+    """The object `module:name`, of a module in the current folder or an installed one.
+
+    Raises:
+        ValueError: If there is no such module or name.
+    """
+    module, _, name = named.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        own = getattr(import_module(module), function, None)
+        own = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
     except (ValueError, TypeError):
         own = None  # an empty name, or one that begins with a dot
     if own is None:
-        raise ValueError(f"{named}: {module} has no function {function!r}.")
-    if not callable(own):
-        raise ValueError(f"{named}: must be a function or a model, got {type(own).__name__}.")
+        raise ValueError(f"{named}: {module} has no {name!r}.")
     return own
 
 

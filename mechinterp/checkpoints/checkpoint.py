@@ -255,6 +255,11 @@ class Checkpoint(Run):
         return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
 
     @property
+    def identity(self) -> dict[str, object]:
+        """Path, format and sizes, for tables of models and JSON documents."""
+        return self.outline.identity
+
+    @property
     def grounds(self) -> dict[str, Mapping[str, object]]:
         """Settings that are not assumed, by their ground."""
         return {ground: getattr(self, ground) for ground in GROUNDS}

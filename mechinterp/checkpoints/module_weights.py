@@ -14,6 +14,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.options import Hints, stated_option
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
+from mechinterp.checkpoints.foreign.refusals import HOOK
 from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.module_function import HALF
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -118,7 +119,8 @@ def proof_of(module: HookedModule) -> ModuleProof:
         recordings = _recordings(module)
         readings, tried = _readings(module, recordings)
     except ValueError as error:
-        return ModuleProof(why=" ".join(str(error).split()).removeprefix("state dict: "))
+        why = " ".join(str(error).split()).removeprefix("state dict: ").removesuffix(".")
+        return ModuleProof(why=why.removesuffix(f"; {HOOK}"))
     fits = (_renumbered(module, each.weights, recordings[0]) for each in readings)
     kept = [
         replace(each, build=lambda own=own: own)  # type: ignore[misc]

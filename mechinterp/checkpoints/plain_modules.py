@@ -4,8 +4,8 @@ Its attention layers are found by name, in order of running."""
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from mechinterp.checkpoints.module_input import ModuleInput, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
+from mechinterp.fields import flatten
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
@@ -52,6 +53,32 @@ class HookedModule(Run):
     """Number of updates of a watched module."""
     law_stated: bool = False
     """True: the task was given to `hook_module`, so that it is the law of given prompts, too."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Name as path, format "module", and sizes, for tables of models and JSON documents."""
+        return {
+            "path": self.name,
+            "format": "module",
+            "n_layers": self.hooked.n_layers,
+            "n_heads": self.hooked.n_heads,
+            "d_x": self.task.d_x,
+            "d_y": self.task.d_y,
+        }
+
+    @property
+    def assumed(self) -> dict[str, object]:
+        """Fields of the task that nobody stated, by dotted name."""
+        return self._fields_of_task(self.task.assumed)
+
+    @property
+    def grounds(self) -> dict[str, Mapping[str, object]]:
+        """Settings that are not assumed, by their ground: the stated fields of the task."""
+        return {"stated": self._fields_of_task(self.task.given)}
+
+    def _fields_of_task(self, names: Collection[str]) -> dict[str, object]:
+        values = flatten(asdict(self.task)).items()
+        return {f"task.{name}": v for name, v in values if name.partition(".")[0] in names}
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -127,6 +154,7 @@ def hook_module(
 
     Layers are every torch.nn.MultiheadAttention, and every module with a common name for the outputs of heads (o_proj,
     to_out, c_proj, ...) beside those for queries, keys and values (q_proj, to_q, W_q, qkv, c_attn, ...).
+    If no name is known, layers are the projections whose input is a product of attention weights and values in a run.
 
     Args:
         heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
@@ -229,7 +257,8 @@ def _hooked(
 ) -> HookedPredictor:
     """The module of a trial with hooks on its layers."""
     # Imported here because they need TransformerLens.
-    from mechinterp.checkpoints.module_places import layer_names, places_of
+    from mechinterp.checkpoints.module_outputs import layer_names
+    from mechinterp.checkpoints.module_places import places_of
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 

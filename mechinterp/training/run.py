@@ -25,7 +25,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.interrupts import uninterrupted
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
@@ -347,6 +347,11 @@ class TrainingRun(ABC, Generic[Trained]):
         return rows
 
     @property
+    def _numbers(self) -> Numbers | None:
+        """Function that draws standard normal numbers; None: torch."""
+        return None
+
+    @property
     def device(self) -> torch.device:
         return self.flat.device
 
@@ -475,7 +480,11 @@ class TrainingRun(ABC, Generic[Trained]):
                 )
                 length = self._length(step, draw, longest)
             chunks = batch_chunks(
-                task, n_prompts, generator=draw, context_length=length, dtype=dtype
+                *(task, n_prompts),
+                generator=draw,
+                context_length=length,
+                dtype=dtype,
+                numbers=self._numbers,
             )
             every.append(chunks if d_x == task.d_x else (narrowed(each, d_x) for each in chunks))
         return zip(*every, strict=True)
@@ -592,11 +601,13 @@ def batch_chunks(
     generator: torch.Generator,
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
+    numbers: Numbers | None = None,
 ) -> Iterator[Prompts]:
     """Fresh prompts of a batch, in chunks of at most CHUNK_BYTES.
 
     Args:
         context_length: Pairs per prompt; None: the task's own.
+        numbers: Function that draws standard normal numbers; None: torch.
     Example:
         >>> from mechinterp.icl.prompts import generator_for
         >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
@@ -605,7 +616,13 @@ def batch_chunks(
     size = largest_chunk(task)
     for start in range(0, n_prompts, size):
         n = min(size, n_prompts - start)
-        yield draw_prompts(task, n, generator=generator, context_length=context_length, dtype=dtype)
+        yield draw_prompts(
+            *(task, n),
+            generator=generator,
+            context_length=context_length,
+            dtype=dtype,
+            numbers=numbers,
+        )
 
 
 def largest_chunk(task: TaskConfig) -> int:

@@ -164,6 +164,19 @@ class Outline:
     def task(self) -> TaskConfig:
         return self.config.task
 
+    @property
+    def identity(self) -> dict[str, object]:
+        """Path, format and sizes, for tables of models and JSON documents."""
+        shape, task = self.config.model, self.task
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "n_layers": shape.n_layers,
+            "n_heads": shape.n_heads,
+            "d_x": task.d_x,
+            "d_y": task.d_y,
+        }
+
     @cached_property
     def history(self) -> pd.DataFrame | None:
         """One row per logged step up to `step`, layer (of several) and head: loss, eval_loss, ...; or None."""

@@ -140,6 +140,21 @@ class ModuleHooks(CheckedHooks):
         self._lengths.add(length)
         return output
 
+    @property
+    def parameter_names(self) -> dict[str, str]:
+        """Names in this model of the parameters of the user's module, by their names there.
+
+        The output projection of a torch.nn.MultiheadAttention is moved to its block.
+        """
+        moved = {}
+        for runs in self._runs:
+            if isinstance(self.module.get_submodule(runs.place.output), nn.MultiheadAttention):
+                block = f"blocks.{list(self.blocks).index(runs.layers[0])}.attn.projection"
+                path = f"{runs.place.output}.out_proj".removeprefix(".")
+                moved |= {f"{path}.{end}": f"{block}.{end}" for end in ("weight", "bias")}
+        names = (name for name, _ in self.module.named_parameters())
+        return {name: moved.get(name, f"module.{name}") for name in names}
+
     def _followed(self) -> bool:
         """True if a point within attention has a hook, so that attention must be computed step by step."""
         return any(layer.attn.is_hooked(POINTS) for runs in self._runs for layer in runs.layers)

@@ -13,6 +13,8 @@ from numba import types
 
 from mechinterp.training.lanes import (
     LANES,
+    aligned,
+    aligned_zeros,
     compiled,
     exponential,
     fill,
@@ -105,34 +107,57 @@ def activate(score, slope, peak, values, slopes):
 
 
 @compiled()
-def average(values, inverse, context, averaged):
-    """Weighted average of the context tokens, [d_model]."""
-    d_model = averaged.size // LANES
-    for m in range(d_model):
-        mean = fill(0.0)
-        for pair in range(values.size // LANES):
-            mean = mean + load_lanes(values, pair) * load_lanes(context, pair * d_model + m)
-        store_lanes(averaged, m, mean * inverse)
+def weighted_sum(values, context, d_model, m):
+    """Weighted sum over the pairs of entry m of the tokens."""
+    total = fill(0.0)
+    for pair in range(values.size // LANES):
+        total = total + load_lanes(values, pair) * load_lanes(context, pair * d_model + m)
+    return total
 
 
 @compiled()
-def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
-    """Add one block's part of the gradient in QK, lanes [d_x, d_model]."""
+def three_weighted_sums(values, context, d_model, m):
+    """Weighted sums of entries m, m + 1 and m + 2: three sums side by side do not wait for each other."""
+    first, second, third = fill(0.0), fill(0.0), fill(0.0)
+    for pair in range(values.size // LANES):
+        weight, index = load_lanes(values, pair), pair * d_model + m
+        first = first + weight * load_lanes(context, index)
+        second = second + weight * load_lanes(context, index + 1)
+        third = third + weight * load_lanes(context, index + 2)
+    return first, second, third
+
+
+@compiled()
+def set_weighted_sums(values, context, sums):
+    """Weighted sum over the pairs of every entry of the tokens, [d_model]."""
+    d_model = sums.size // LANES
+    in_threes = d_model - d_model % 3
+    for m in range(0, in_threes, 3):
+        first, second, third = three_weighted_sums(values, context, d_model, m)
+        store_lanes(sums, m, first)
+        store_lanes(sums, m + 1, second)
+        store_lanes(sums, m + 2, third)
+    for m in range(in_threes, d_model):
+        store_lanes(sums, m, weighted_sum(values, context, d_model, m))
+
+
+@compiled()
+def add_QK_gradient(slopes, centre, context, query, d_averaged, d_key, d_QK):
+    """Add one block's part of the gradient in QK, lanes [d_x, d_model]; `slopes` becomes the gradient in the scores."""
     # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
     d_model = d_averaged.size // LANES
-    length = reading.size // LANES
-    for pair in range(length):
+    for pair in range(slopes.size // LANES):
         value = fill(0.0) - centre
         for m in range(d_model):
             value = value + load_lanes(d_averaged, m) * load_lanes(context, pair * d_model + m)
-        store_lanes(reading, pair, value * load_lanes(slopes, pair))
-    for m in range(d_model):
-        d_key = fill(0.0)
-        for pair in range(length):
-            d_key = d_key + load_lanes(reading, pair) * load_lanes(context, pair * d_model + m)
-        for i in range(query.size // LANES):
+        store_lanes(slopes, pair, value * load_lanes(slopes, pair))
+    set_weighted_sums(slopes, context, d_key)
+    for i in range(query.size // LANES):
+        for m in range(d_model):
             index = i * d_model + m
-            store_lanes(d_QK, index, load_lanes(d_QK, index) + load_lanes(query, i) * d_key)
+            store_lanes(
+                d_QK, index, load_lanes(d_QK, index) + load_lanes(query, i) * load_lanes(d_key, m)
+            )
 
 
 @compiled()
@@ -173,11 +198,11 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
     """Add one block's part to each model's squared error and, without their common factor, to its gradients."""
     n_heads, d_model, d_y = OV.shape
     n_slots, size = slots.shape[1], context.size // d_model
-    values, slopes = np.empty((n_slots, size), np.float32), np.empty((n_slots, size), np.float32)
-    averaged = np.empty((n_slots, d_model * LANES), np.float32)
-    inverses = np.empty(n_slots * LANES, np.float32)
-    keys, reading = np.empty(d_model * LANES, np.float32), np.empty(size, np.float32)
-    error = np.empty(d_y * LANES, np.float32)
+    values = aligned(n_slots * size).reshape(n_slots, size)
+    slopes = values if score == _SOFTMAX else aligned(n_slots * size).reshape(n_slots, size)
+    averaged = aligned(n_slots * d_model * LANES).reshape(n_slots, d_model * LANES)
+    inverses, error = aligned(n_slots * LANES), aligned(d_y * LANES)
+    keys, d_keys = aligned(d_model * LANES), aligned(d_model * LANES)
     for model in range(slots.shape[0]):
         for n in range(d_y):
             store_lanes(error, n, fill(0.0) - load_lanes(target, n))
@@ -187,7 +212,8 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
                 peak = score_block(QK[head], query, context, keys, values[slot])
                 inverse = activate(score, slope, peak, values[slot], slopes[slot])
                 store_lanes(inverses, slot, inverse)
-                average(values[slot], inverse, context, averaged[slot])
+                set_weighted_sums(values[slot], context, averaged[slot])
+                scale_block(averaged[slot], inverse)
                 predict_block(OV[head], averaged[slot], error)
         square = load_lanes(squares, model)
         for n in range(d_y):
@@ -199,8 +225,7 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
                 centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
                 scale_block(keys, inverse)
                 centre = fill(0.0) if score == _LINEAR else centre * inverse
-                slope_of = values[slot] if score == _SOFTMAX else slopes[slot]
-                add_QK_gradient(slope_of, centre, context, query, keys, reading, d_QK[head])
+                add_QK_gradient(slopes[slot], centre, context, query, keys, d_keys, d_QK[head])
 
 
 @compiled()
@@ -208,11 +233,9 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
     """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
     batch, length, d_x = x.shape
     n_heads, d_model, d_y = OV.shape
-    context = np.empty(length * d_model * LANES, np.float32)
-    query, target = np.empty(d_x * LANES, np.float32), np.empty(d_y * LANES, np.float32)
-    squares = np.zeros(loss.size * LANES, np.float32)
-    QK_sums = np.zeros((n_heads, d_x * d_model * LANES), np.float32)
-    OV_sums = np.zeros((n_heads, d_model * d_y * LANES), np.float32)
+    context, query = aligned(length * d_model * LANES), aligned(d_x * LANES)
+    target, squares = aligned(d_y * LANES), aligned_zeros(1, loss.size)[0]
+    QK_sums, OV_sums = aligned_zeros(n_heads, d_x * d_model), aligned_zeros(n_heads, d_model * d_y)
     for first in range(0, batch, LANES):
         context_block(x, y, first, context)
         block_of(x_query, first, query)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
@@ -270,6 +270,14 @@ class Pack(TrainingRun[Weights]):
     def _of_tasks(self) -> list[tuple[Weights, Membership]]:
         """Heads of the models of each task, as views of `flat`."""
         return [(self.weights[heads], members) for heads, members in self._parts]
+
+    @cached_property
+    def _numbers(self) -> Numbers | None:
+        if self.device.type != "cpu":
+            return None
+        from mechinterp.training.normal import normal_numbers  # loads the compiler
+
+        return normal_numbers
 
     def _measured(self) -> dict[str, Tensor]:
         row = {name: getattr(self.weights, name) for name in LOGGED}
