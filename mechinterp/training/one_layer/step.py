@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.heads import attend, stack
+from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own, uniform
+from mechinterp.training.run import BATCH_CHUNK_BYTES, Batch, TrainingRun, flattened, own, uniform
 
 LANES = 32
 """Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
@@ -123,7 +123,7 @@ def by_tensors(
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
-    _, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, m, h]
+    _, slope, averaged = attend_at_query(weights, context, x_query)  # [b, l, h], [b, m, h]
     # Products and sums are faster than batched matrix products for d_y of one or two, and leave the axes in the order that
     # the large products below need.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
@@ -202,7 +202,7 @@ def _by_kernel(
     return torch.from_numpy(loss), weights.with_tensors(named)
 
 
-class Pack(Run[Weights]):
+class Pack(TrainingRun[Weights]):
     """One-layer models that train together."""
 
     def __init__(
@@ -270,6 +270,14 @@ class Pack(Run[Weights]):
     def _of_tasks(self) -> list[tuple[Weights, Membership]]:
         """Heads of the models of each task, as views of `flat`."""
         return [(self.weights[heads], members) for heads, members in self._parts]
+
+    @cached_property
+    def _numbers(self) -> Numbers | None:
+        if self.device.type != "cpu":
+            return None
+        from mechinterp.training.normal import normal_numbers  # loads the compiler
+
+        return normal_numbers
 
     def _measured(self) -> dict[str, Tensor]:
         row = {name: getattr(self.weights, name) for name in LOGGED}
@@ -350,4 +358,4 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     # A chunk of prompts, and the random numbers that it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
     n_pools = len({config.task for config in models.values()})
-    return 4 * floats + 4 * n_pools * min(batch, CHUNK_BYTES)
+    return 4 * floats + 4 * n_pools * min(batch, BATCH_CHUNK_BYTES)
