@@ -87,7 +87,7 @@ def _pointer(context, builder, kind, array, index):
 
 
 @intrinsic
-def load(_context, array, index):
+def load_lanes(_context, array, index):
     """Lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
@@ -97,7 +97,7 @@ def load(_context, array, index):
 
 
 @intrinsic
-def store(_context, array, index, value):
+def store_lanes(_context, array, index, value):
     """Store lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):

@@ -19,10 +19,10 @@ from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainCo
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.heads import attend, stack
+from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, own, uniform, views
+from mechinterp.training.run import BATCH_CHUNK_BYTES, Batch, TrainingRun, own, uniform, views
 
 LANES = 32
 """Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
@@ -150,7 +150,7 @@ def by_tensors(
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
-    _, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, m, h]
+    _, slope, averaged = attend_at_query(weights, context, x_query)  # [b, l, h], [b, m, h]
     # Products and sums are faster than batched matrix products for d_y of one or two, and leave the axes in the order that
     # the large products below need.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
@@ -235,7 +235,7 @@ def _arrays(weights: Weights) -> list[np.ndarray]:
     return [*matrices, W_O[..., weights.d_x :]]
 
 
-class Pack(Run[Weights]):
+class Pack(TrainingRun[Weights]):
     """One-layer models that train together."""
 
     def __init__(
@@ -385,4 +385,4 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     # A chunk of prompts, and the random numbers that it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
     n_pools = len({config.task for config in models.values()})
-    return 4 * floats + 4 * n_pools * min(batch, CHUNK_BYTES)
+    return 4 * floats + 4 * n_pools * min(batch, BATCH_CHUNK_BYTES)
