@@ -20,7 +20,7 @@ from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights, circuit_norms
 from mechinterp.training.general.step import attend_for_training, losses_at_every
 from mechinterp.training.general.trainer import initial_deep_weights
-from mechinterp.training.run import Batch, Run, flattened, own, views
+from mechinterp.training.run import Batch, TrainingRun, flattened, own, views
 
 Tensors = dict[str, Tensor]
 
@@ -36,7 +36,7 @@ class Stacked:
         return Stacked(tensors)
 
 
-class DeepPack(Run[Stacked]):
+class DeepPack(TrainingRun[Stacked]):
     """Models of several layers that train together."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):

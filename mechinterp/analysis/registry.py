@@ -38,8 +38,9 @@ from mechinterp.analysis.needs import (
 )
 from mechinterp.analysis.result import Finding
 from mechinterp.config import TaskLike, as_task
+from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import UNKNOWN, usual_number
+from mechinterp.models.run.evaluation import usual_number
 from mechinterp.models.run.predictor import Learner, is_learner
 
 GIVEN = ("prompts", "clean")
@@ -291,7 +292,7 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})
-    if task is not None and (task != UNKNOWN or "task" in analysis.options):
+    if task is not None and (task != UNKNOWN_TASK or "task" in analysis.options):
         given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}

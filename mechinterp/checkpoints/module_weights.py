@@ -23,7 +23,7 @@ from mechinterp.models.run.predictor import Source as Model
 from mechinterp.models.run.predictor import WeightsPredictor
 from mechinterp.models.weights import HEADS, Weights
 
-N_PROMPTS = 32
+PROOF_PROMPTS = 32
 """Number of prompts of the proof at each length."""
 MOST_READINGS = 96
 """Largest number of readings that are tried, each with a forward pass on a few prompts; a larger number only costs time."""
@@ -168,7 +168,7 @@ def _readings(
 def _recordings(module: HookedModule) -> list[Recording]:
     """Predictions of the module for prompts of its own length and, if it runs on them, of half of it."""
     task, dtype = module.task, module.model.cfg.dtype
-    drawn = draw_prompts(task, N_PROMPTS, seed=2, dtype=torch.float64).to(dtype)
+    drawn = draw_prompts(task, PROOF_PROMPTS, seed=2, dtype=torch.float64).to(dtype)
     batches = (
         [drawn, drawn.prefix(task.context_length // 2)] if task.context_length > 3 else [drawn]
     )

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import one_line
 from mechinterp.checkpoints.module_function import (
-    N_PROMPTS,
+    TRIAL_PROMPTS,
     random_states_kept,
     require_function_of_prompt,
 )
-from mechinterp.checkpoints.module_input import Entry, Trial, split_of
+from mechinterp.checkpoints.module_input import ModuleInput, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
@@ -28,7 +28,8 @@ from mechinterp.fields import flatten
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
-from mechinterp.models.run.predictor import ModelPredictor, Predictor
+from mechinterp.models.run.predictor import ModelPredictor
+from mechinterp.models.run.ways import Predictor
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.module import ModuleHooks
@@ -183,7 +184,7 @@ def hook_module(
     _require_integers(heads, position)
     own = _copied(module).eval()
     like = _first_number(own)
-    enter = Entry(task, embed, like.device, like.dtype)
+    enter = ModuleInput(task, embed, like.device, like.dtype)
     with random_states_kept(), torch.no_grad():
         prompts = _trial_prompts(enter, task)
         tokens = enter(prompts)
@@ -206,7 +207,7 @@ def _require_integers(heads: object, position: object) -> None:
         raise ValueError(f"position must be an integer, got {position!r}.")
 
 
-def _trial_prompts(enter: Entry, task: TaskConfig) -> Prompts:
+def _trial_prompts(enter: ModuleInput, task: TaskConfig) -> Prompts:
     """Two or three prompts, so that their number differs from the number of positions."""
     prompts = draw_prompts(task, 2, dtype=enter.dtype)
     if enter(prompts).shape[1] == len(prompts):
@@ -215,7 +216,7 @@ def _trial_prompts(enter: Entry, task: TaskConfig) -> Prompts:
 
 
 def _require_prediction(
-    trial: Trial, enter: Entry, read: Callable[[Tensor], Tensor] | None, task: TaskConfig
+    trial: Trial, enter: ModuleInput, read: Callable[[Tensor], Tensor] | None, task: TaskConfig
 ) -> None:
     """Refuse an output without a prediction, or one that is not a function of the prompt alone."""
     output = trial.output()
@@ -235,20 +236,20 @@ def _readers(read: Callable[[Tensor], Tensor] | None, task: TaskConfig) -> Reade
 
 
 def _require_function(
-    trial: Trial, enter: Entry, read: Callable[[Any], Tensor], task: TaskConfig
+    trial: Trial, enter: ModuleInput, read: Callable[[Any], Tensor], task: TaskConfig
 ) -> None:
     """Refuse a module whose prediction is not a function of the prompt alone."""
 
     def predict(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         return read_prediction(read, replace(trial, tokens=enter(prompts)).output(), prompts)
 
-    prompts = draw_prompts(task, N_PROMPTS, seed=1, dtype=enter.dtype)
+    prompts = draw_prompts(task, TRIAL_PROMPTS, seed=1, dtype=enter.dtype)
     require_function_of_prompt(predict, prompts, enter.dtype)
 
 
 def _hooked(
     trial: Trial,
-    enter: Entry,
+    enter: ModuleInput,
     readers: Readers,
     heads: int | None,
     outputs: Sequence[str],

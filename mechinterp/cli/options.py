@@ -15,6 +15,7 @@ from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
 from mechinterp.cli.own_model import is_own_model, own_source, require_heads
 from mechinterp.cli.printing import complain, complain_in_rows, say_json
+from mechinterp.config.task import UNKNOWN_TASK
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
@@ -26,8 +27,6 @@ HELP = ["-h", "--help"]
 """Options that show the help."""
 LENGTH = "task.context_length"
 """Name of the assumed setting that --context-length replaces."""
-UNKNOWN = "unknown"
-"""Value of --task for given prompts of unknown law."""
 PROMPT_ARRAYS = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 
@@ -292,7 +291,7 @@ def reads_files(
             find_paths(given)
             path, as_json = given.get("path"), given.get("as_json")
             stated = {p.name: given.pop(p.name) for p in HINTS}
-            law = UNKNOWN if str(stated["task"]) == UNKNOWN else None
+            law = UNKNOWN_TASK if str(stated["task"]) == UNKNOWN_TASK else None
             hints = hints_of(**stated | ({} if law is None else {"task": None}))
             device_name, verbose = given.pop("device", "cpu"), given.pop("verbose")
             files = Files(hints, device_of(device_name), law, verbose)

@@ -18,7 +18,10 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig
 from mechinterp.config.model import LINEAR, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+SCORE_PRODUCTS = "batch query head d, batch key head d -> batch head query key"
+AVERAGE = "batch head query key, batch key head d -> batch query head d"
+"""Products of queries and keys, and averages of values under attention weights; a query may be any row."""
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -46,7 +49,7 @@ def normed(
     return F.layer_norm(stream, w.shape, w, b, model.norm_eps)
 
 
-def rotated(
+def turned_by_position(
     heads: Float[Tensor, "*batch pos head d_head"],
     model: ModelConfig,
     *,

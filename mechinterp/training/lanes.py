@@ -87,7 +87,7 @@ def _pointer(context, builder, kind, array, index):
 
 
 @intrinsic
-def load(_context, array, index):
+def load_lanes(_context, array, index):
     """Lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
@@ -97,7 +97,7 @@ def load(_context, array, index):
 
 
 @intrinsic
-def store(_context, array, index, value):
+def store_lanes(_context, array, index, value):
     """Store lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
@@ -186,10 +186,13 @@ def cache_folder() -> Path | None:
     return None
 
 
-def compiled(signature: Signature | None = None):
-    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable."""
+def compiled(signature: Signature | None = None, *, exact: bool = False):
+    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable.
 
-    settings = {"fastmath": {*CONTRACT}, "error_model": "numpy"}
+    Args:
+        exact: True: a * b + c is rounded twice, as written.
+    """
+    settings = {"fastmath": False if exact else {*CONTRACT}, "error_model": "numpy"}
 
     def decorate(function):
         function = unwrap(function)  # the test run wraps functions to check their types

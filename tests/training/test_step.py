@@ -12,7 +12,7 @@ from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
-from mechinterp.training.lanes import LANES, aligned, exponential, load, store
+from mechinterp.training.lanes import LANES, aligned, exponential, load_lanes, store_lanes
 from mechinterp.training.one_layer.kernel import set_weighted_sums, weighted_sum
 from mechinterp.training.one_layer.step import (
     by_tensors,
@@ -123,7 +123,7 @@ def test_large_scores_do_not_overflow(score: str):
 @njit(types.void(types.float32[::1], types.float32[::1]))
 def exponentials(numbers, out):
     for index in range(numbers.size // LANES):
-        store(out, index, exponential(load(numbers, index)))
+        store_lanes(out, index, exponential(load_lanes(numbers, index)))
 
 
 def exp(numbers: np.ndarray) -> np.ndarray:
@@ -152,7 +152,7 @@ def test_exponential_ends_at_its_bounds_and_hands_on_nan():
 def sums_one_by_one(values, context, sums):
     d_model = sums.size // LANES
     for m in range(d_model):
-        store(sums, m, weighted_sum(values, context, d_model, m))
+        store_lanes(sums, m, weighted_sum(values, context, d_model, m))
 
 
 @pytest.mark.parametrize("d_model", [2, 3, 4, 6, 8])

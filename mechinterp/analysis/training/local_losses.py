@@ -25,7 +25,7 @@ from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.memory import require_memory
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import prompt_bytes
+from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
@@ -35,7 +35,7 @@ from mechinterp.theory.learning_coefficient import (
 )
 from mechinterp.theory.linear import Heads, MergedHeads, Moments
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
-from mechinterp.training.linear import flatten, sample_moments, task_moments, unflatten
+from mechinterp.training.linear import flat_heads, sample_moments, task_moments, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 
 ModuleLoss = Callable[[nn.Module], Tensor]
@@ -127,7 +127,7 @@ def population_loss(
         raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {stated}.")
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
-    at, merged = flatten(part), isinstance(part, MergedHeads)
+    at, merged = flat_heads(part), isinstance(part, MergedHeads)
     rank = len(moments.yz) if merged else heads.K.shape[-2]  # type: ignore[union-attr]
     exact, unknown = None, ""
     try:
@@ -174,7 +174,7 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
         drawn = unflatten(heads, points)
         M = drawn.M + fixed
         # The force on M is -1/2 of the gradient.
-        return moments.loss(M), -2 * flatten(drawn.velocity(moments.gradient(M)))
+        return moments.loss(M), -2 * flat_heads(drawn.velocity(moments.gradient(M)))
 
     return function
 
@@ -185,7 +185,7 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
     weights = checkpoint.weights.to(torch.float64)
     if weights.model.stack != "linear" and not weights.model.one_attention:
         length = prompts.x.shape[1]
-        needed = len(prompts) * prompt_bytes(weights, length)
+        needed = len(prompts) * pass_bytes(weights, length)
         require_memory(needed, f"a gradient on {len(prompts)} prompts of {length} pairs at once")
     base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
     free = {name: np.ones(values.shape, bool) for name, values in base.items()}

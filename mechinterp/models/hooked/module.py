@@ -20,7 +20,7 @@ from mechinterp.models.hooked.delta_layers import DELTA_POINTS, DeltaLayer
 from mechinterp.models.hooked.followed import (
     POINTS,
     Following,
-    Heads,
+    HeadPoints,
     Inner,
     Running,
     behind_values,
@@ -163,7 +163,7 @@ class ModuleHooks(CheckedHooks):
 class _Block(nn.Module):
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.attn = Heads(place.n_heads, place.d_head)
+        self.attn = HeadPoints(place.n_heads, place.d_head)
         self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
 
 
@@ -181,7 +181,7 @@ class _Runs:
     """Index of the current run."""
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> HeadPoints:
         return self.layers[self.now].attn
 
     def attach(self, module: nn.Module) -> None:

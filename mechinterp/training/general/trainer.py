@@ -14,13 +14,13 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
-from mechinterp.models.run.general import prompt_bytes
+from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
 from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
 from mechinterp.training.run import (
     Batch,
-    Run,
+    TrainingRun,
     flattened,
     largest_chunk,
     own,
@@ -80,7 +80,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     return Weights.of_names(model, task.d_x, task.d_y, tensors)
 
 
-class DeepRun(Run[Weights]):
+class DeepRun(TrainingRun[Weights]):
     """Training run of one model of any architecture."""
 
     def __init__(
@@ -147,5 +147,5 @@ def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps whose activations do not fit into memory."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    per_prompt = (stack_bytes if weights.model.stack == "linear" else prompt_bytes)(weights, length)
+    per_prompt = (stack_bytes if weights.model.stack == "linear" else pass_bytes)(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

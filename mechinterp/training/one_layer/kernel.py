@@ -19,8 +19,8 @@ from mechinterp.training.lanes import (
     exponential,
     fill,
     larger,
-    load,
-    store,
+    load_lanes,
+    store_lanes,
     total,
 )
 
@@ -64,14 +64,14 @@ def score_block(QK, query, context, keys, scores):
     for m in range(d_model):
         key = fill(0.0)
         for i in range(d_x):
-            key = key + load(query, i) * QK[i, m]
-        store(keys, m, key)
+            key = key + load_lanes(query, i) * QK[i, m]
+        store_lanes(keys, m, key)
     peak = fill(-np.inf)
     for pair in range(scores.size // LANES):
         score = fill(0.0)
         for m in range(d_model):
-            score = score + load(keys, m) * load(context, pair * d_model + m)
-        store(scores, pair, score)
+            score = score + load_lanes(keys, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(scores, pair, score)
         peak = larger(score, peak)
     return peak
 
@@ -83,12 +83,12 @@ def activate(score, slope, peak, values, slopes):
     whole = fill(0.0)
     if score == _SOFTMAX:
         for pair in range(length):
-            value = exponential(load(values, pair) - peak)
-            store(values, pair, value)
+            value = exponential(load_lanes(values, pair) - peak)
+            store_lanes(values, pair, value)
             whole = whole + value
         return fill(1.0) / whole
     for pair in range(length):
-        s = load(values, pair)
+        s = load_lanes(values, pair)
         if score == TANH:
             # 1 + tanh(s), without cancellation for very negative s.
             value = fill(2.0) / (exponential(s * -2.0) + 1.0)
@@ -100,8 +100,8 @@ def activate(score, slope, peak, values, slopes):
             value, derivative = s * slope + 1.0, fill(slope)
         else:
             value, derivative = s * slope, fill(slope)
-        store(values, pair, value)
-        store(slopes, pair, derivative)
+        store_lanes(values, pair, value)
+        store_lanes(slopes, pair, derivative)
         whole = whole + value
     return fill(1.0) if score == _LINEAR else fill(1.0) / whole
 
@@ -111,7 +111,7 @@ def weighted_sum(values, context, d_model, m):
     """Weighted sum over the pairs of entry m of the tokens."""
     total = fill(0.0)
     for pair in range(values.size // LANES):
-        total = total + load(values, pair) * load(context, pair * d_model + m)
+        total = total + load_lanes(values, pair) * load_lanes(context, pair * d_model + m)
     return total
 
 
@@ -120,10 +120,10 @@ def three_weighted_sums(values, context, d_model, m):
     """Weighted sums of entries m, m + 1 and m + 2: three sums side by side do not wait for each other."""
     first, second, third = fill(0.0), fill(0.0), fill(0.0)
     for pair in range(values.size // LANES):
-        weight, index = load(values, pair), pair * d_model + m
-        first = first + weight * load(context, index)
-        second = second + weight * load(context, index + 1)
-        third = third + weight * load(context, index + 2)
+        weight, index = load_lanes(values, pair), pair * d_model + m
+        first = first + weight * load_lanes(context, index)
+        second = second + weight * load_lanes(context, index + 1)
+        third = third + weight * load_lanes(context, index + 2)
     return first, second, third
 
 
@@ -134,11 +134,11 @@ def set_weighted_sums(values, context, sums):
     in_threes = d_model - d_model % 3
     for m in range(0, in_threes, 3):
         first, second, third = three_weighted_sums(values, context, d_model, m)
-        store(sums, m, first)
-        store(sums, m + 1, second)
-        store(sums, m + 2, third)
+        store_lanes(sums, m, first)
+        store_lanes(sums, m + 1, second)
+        store_lanes(sums, m + 2, third)
     for m in range(in_threes, d_model):
-        store(sums, m, weighted_sum(values, context, d_model, m))
+        store_lanes(sums, m, weighted_sum(values, context, d_model, m))
 
 
 @compiled()
@@ -149,23 +149,25 @@ def add_QK_gradient(slopes, centre, context, query, d_averaged, d_key, d_QK):
     for pair in range(slopes.size // LANES):
         value = fill(0.0) - centre
         for m in range(d_model):
-            value = value + load(d_averaged, m) * load(context, pair * d_model + m)
-        store(slopes, pair, value * load(slopes, pair))
+            value = value + load_lanes(d_averaged, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(slopes, pair, value * load_lanes(slopes, pair))
     set_weighted_sums(slopes, context, d_key)
     for i in range(query.size // LANES):
         for m in range(d_model):
             index = i * d_model + m
-            store(d_QK, index, load(d_QK, index) + load(query, i) * load(d_key, m))
+            store_lanes(
+                d_QK, index, load_lanes(d_QK, index) + load_lanes(query, i) * load_lanes(d_key, m)
+            )
 
 
 @compiled()
 def predict_block(OV, averaged, error):
     """Add a head's outputs, [d_y], to `error`."""
     for n in range(OV.shape[1]):
-        output = load(error, n)
+        output = load_lanes(error, n)
         for m in range(OV.shape[0]):
-            output = output + load(averaged, m) * OV[m, n]
-        store(error, n, output)
+            output = output + load_lanes(averaged, m) * OV[m, n]
+        store_lanes(error, n, output)
 
 
 @compiled()
@@ -174,12 +176,12 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     d_model, d_y = OV.shape
     centre = fill(0.0)
     for m in range(d_model):
-        d_mean, mean = fill(0.0), load(averaged, m)
+        d_mean, mean = fill(0.0), load_lanes(averaged, m)
         for n in range(d_y):
             index = m * d_y + n
-            store(d_OV, index, load(d_OV, index) + mean * load(d_output, n))
-            d_mean = d_mean + load(d_output, n) * OV[m, n]
-        store(d_averaged, m, d_mean)
+            store_lanes(d_OV, index, load_lanes(d_OV, index) + mean * load_lanes(d_output, n))
+            d_mean = d_mean + load_lanes(d_output, n) * OV[m, n]
+        store_lanes(d_averaged, m, d_mean)
         centre = centre + d_mean * mean
     return centre
 
@@ -188,7 +190,7 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
 def scale_block(block, factor):
     """block *= factor."""
     for index in range(block.size // LANES):
-        store(block, index, load(block, index) * factor)
+        store_lanes(block, index, load_lanes(block, index) * factor)
 
 
 @compiled()
@@ -203,22 +205,22 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
     keys, d_keys = aligned(d_model * LANES), aligned(d_model * LANES)
     for model in range(slots.shape[0]):
         for n in range(d_y):
-            store(error, n, fill(0.0) - load(target, n))
+            store_lanes(error, n, fill(0.0) - load_lanes(target, n))
         for slot in range(n_slots):
             head = slots[model, slot]
             if head < n_heads:
                 peak = score_block(QK[head], query, context, keys, values[slot])
                 inverse = activate(score, slope, peak, values[slot], slopes[slot])
-                store(inverses, slot, inverse)
+                store_lanes(inverses, slot, inverse)
                 set_weighted_sums(values[slot], context, averaged[slot])
                 scale_block(averaged[slot], inverse)
                 predict_block(OV[head], averaged[slot], error)
-        square = load(squares, model)
+        square = load_lanes(squares, model)
         for n in range(d_y):
-            square = square + load(error, n) * load(error, n)
-        store(squares, model, square)
+            square = square + load_lanes(error, n) * load_lanes(error, n)
+        store_lanes(squares, model, square)
         for slot in range(n_slots):
-            head, inverse = slots[model, slot], load(inverses, slot)
+            head, inverse = slots[model, slot], load_lanes(inverses, slot)
             if head < n_heads:
                 centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
                 scale_block(keys, inverse)
@@ -252,7 +254,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 def sum_lanes(block, factor, sums):
     """Sums over lanes, times factor."""
     for index in range(sums.size):
-        sums[index] = total(load(block, index)) * factor
+        sums[index] = total(load_lanes(block, index)) * factor
 
 
 @compiled()
@@ -272,8 +274,8 @@ def add_product(left, right, factor, product):
         *[types.Array(types.float32, 3, "A")] * 4,
         types.Array(types.int64, 2, "A"),
         *(types.int64, types.float32, types.float32),
-        *[types.Array(types.float32, 1, "C")] * 1,
-        *[types.Array(types.float32, 3, "C")] * 4,
+        types.Array(types.float32, 1, "C"),
+        *[types.Array(types.float32, 3, "A")] * 4,
     )
 )
 def set_loss_and_gradients(
