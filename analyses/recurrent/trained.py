@@ -14,7 +14,8 @@ right if all three hold. On tasks that drift, each learner also counts times rho
 Its scalars are right if alpha is within 0.01 of the gate in the weights, and the others within 10% of theirs; this is asked
 of layers of one head with constant gates. The right class of `response` follows from finite differences of the predictions; in the first
 draw it was that of the layer's formula, which is another where keys read y. Layers that the file already has, and
-those that are not trained yet, are skipped. Writes analyses/results/recurrent/calibration_trained.csv; that of the first draw is calibration_trained_first.csv.
+those that are not trained yet, are skipped. Writes analyses/results/recurrent/calibration_trained.csv for the third draw; those of
+the first two, under earlier rules, are calibration_trained_{first,second}.csv.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ from mechinterp import Checkpoint, Prompts, TaskConfig, load, name_algorithm, re
 from mechinterp.analysis.response import reading
 from mechinterp.icl.prompts import draw_prompts
 
+DRAW = "third"
+"""Draw of the layers that are named."""
 FILE = "calibration_trained.csv"
 N_FITTED, N_SCORED = 256, 2048
 FITTED, SCORED = 7101, 7102
@@ -290,7 +293,7 @@ def main() -> None:
     file = given.out / FILE
     rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     known = {row["layer"] for row in rows}
-    for name in configs("second"):
+    for name in configs(DRAW):
         if name not in known and (given.layers / name / "config.json").exists():
             rows.append(row_of(name, load(given.layers / name)))
             pd.DataFrame(rows).to_csv(file, index=False, float_format="%.6g")

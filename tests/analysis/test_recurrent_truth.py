@@ -8,7 +8,7 @@ import torch
 
 from analyses.recurrent import learners as make
 from analyses.recurrent import trained
-from analyses.recurrent.layers import configs
+from analyses.recurrent.layers import SEEDS, configs
 from mechinterp import TaskConfig
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import draw_prompts
@@ -73,9 +73,13 @@ def test_trained_layer_is_what_its_weights_say():
 def test_layers_are_sixty_and_every_second_task_drifts():
     drawn = configs()
     assert len(drawn) == 60
-    assert not {repr(each) for each in drawn.values()} & {
-        repr(e) for e in configs("second").values()
+    by_draw = {draw: {repr(each) for each in configs(draw).values()} for draw in SEEDS}
+    assert {draw: len(each) for draw, each in by_draw.items()} == {
+        "first": 60,
+        "second": 40,
+        "third": 50,
     }
+    assert len(set().union(*by_draw.values())) == 150
     for name, config in drawn.items():
         assert (config.task.drift < 1) == (int(name.rpartition("-")[2]) % 2 == 1)
         assert replace(config.task, drift=1.0).noise_variance <= 0.51
