@@ -367,14 +367,15 @@ def _against_forgetting(learner: Algorithm, measured: Measured) -> WhyNot | None
     if gate is None or not gate.along:
         return None
     for larger, scalars in zip(measured.last.learners, measured.last.scalars, strict=True):
-        if not larger.along_pairs or not larger.contains or larger.label not in measured.sems:
+        name = str(larger.label)
+        if not larger.along_pairs or not larger.contains or name not in measured.sems:
             continue
         place = [scalar.name for scalar in larger.scalars].index("alpha")
-        alpha, sem = (float(each[place]) for each in (scalars, measured.sems[larger.label]))
+        alpha, sem = (float(each[place]) for each in (scalars, measured.sems[name]))
         fall, most = gate.largest_fall(alpha, sem), alpha + CLEAR_ERRORS * sem
         if learner.label == larger.contains and fall > FORGETS:
-            return WhyNot("forgets", value=fall, limit=FORGETS, rival=larger.label)
-        if learner.label == larger.label and most >= 1:
+            return WhyNot("forgets", value=fall, limit=FORGETS, rival=name)
+        if learner.label == name and most >= 1:
             return WhyNot("remembers", value=most, limit=1.0)
     return None
 
