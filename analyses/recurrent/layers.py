@@ -1,9 +1,9 @@
 """Trained layers for the calibration of labels along the pairs.
 
-    python -m analyses.recurrent.layers --out FOLDER --draw third  (five to ten minutes on one core)
+    python -m analyses.recurrent.layers --out FOLDER --draw fourth  (five to ten minutes on one core)
 
-Layers of random sizes and tasks; every second task drifts. The first draw has sixty, with 3,000 updates each, the second
-forty and the third fifty with 1,500. A finished layer is kept, so that a second run goes on where the first stopped.
+Layers of random sizes and tasks; every second task drifts. The first draw has sixty, with 3,000 updates each; the second
+has forty, the third and fourth fifty, with 1,500. A finished layer is kept, so that a second run goes on where the first stopped.
 """
 
 from dataclasses import replace
@@ -16,10 +16,10 @@ from mechinterp import TaskConfig
 from mechinterp.config import ExperimentConfig, ModelConfig, TrainConfig
 from mechinterp.training.train import train_models
 
-SEEDS = {"first": 710, "second": 711, "third": 712}
+SEEDS = {"first": 710, "second": 711, "third": 712, "fourth": 713}
 """First number of the seeds of each draw."""
 FOLDER = Path("runs/recurrent-calibration")
-STEPS = {"first": 3000, "second": 1500, "third": 1500}
+STEPS = {"first": 3000, "second": 1500, "third": 1500, "fourth": 1500}
 """Number of updates of each draw."""
 TRAIN = TrainConfig(
     batch_size=64,
@@ -57,8 +57,9 @@ COUNTS = {
     "first": {family: count for family, (count, _) in FAMILIES.items()},
     "second": LATER,
     "third": {**LATER, "mesa": 22},
+    "fourth": {**LATER, "mesa": 22},
 }
-"""Number of layers of each family by draw. The third has more mesa layers, which had all wrong names before."""
+"""Number of layers of each family by draw. From the third on there are more mesa layers, which had all wrong names before."""
 
 
 def drawn_task(random: np.random.Generator, *, drifts: bool) -> TaskConfig:
@@ -89,7 +90,9 @@ def configs(draw: str = "first") -> dict[str, ExperimentConfig]:
 
 def main() -> None:
     parser = parser_of(__doc__, out=FOLDER)
-    parser.add_argument("--draw", choices=list(SEEDS), default="third", help="which draw of layers")
+    parser.add_argument(
+        "--draw", choices=list(SEEDS), default="fourth", help="which draw of layers"
+    )
     given = parsed(parser)
     train_models(configs(given.draw), given.out, resume=True)
 

@@ -23,7 +23,8 @@ FUNCTIONS = {
 }
 LAYERS = {
     "first": "calibration_trained_first",
-    "second": "calibration_trained",
+    "second": "calibration_trained_second",
+    "third": "calibration_trained",
 }
 """Files of the draws of the calibration along the pairs."""
 

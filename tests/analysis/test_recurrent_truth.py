@@ -35,6 +35,23 @@ def test_fit_of_a_learner_finds_its_own_predictions(label: str, scalars: tuple[f
     assert float((fit(other) - own).square().mean() / own.square().mean()) < 1e-6
 
 
+def test_fit_of_least_squares_does_not_stay_at_ridge_regression():
+    """From forgetting of 0.1 per pair the bounded search ended at alpha 1."""
+    prompts, other = (
+        draw_prompts(TaskConfig(d_x=6, context_length=28), 256, seed=n, dtype=torch.float64)
+        for n in (1, 2)
+    )
+    learner = make.times(make.recursive(0.977, 0.2), 1.03)
+    fits = trained.candidates(28)
+    left = {
+        label: trained.fitted(fits[label], prompts, learner(prompts))(other) - learner(other)
+        for label in ("ridge_like", "recursive_least_squares")
+    }
+    size = learner(other).square().mean()
+    assert left["recursive_least_squares"].square().mean() / size < 1e-6
+    assert left["ridge_like"].square().mean() / size > 1e-4
+
+
 def frames(**left: tuple[float, float]) -> dict[str, pd.DataFrame]:
     """Squared errors of learners, the same under every law; they spread by 1e-4 around two values."""
     frame = pd.DataFrame({name: [low, high] * 50 for name, (low, high) in left.items()})
@@ -78,8 +95,9 @@ def test_layers_are_sixty_and_every_second_task_drifts():
         "first": 60,
         "second": 40,
         "third": 50,
+        "fourth": 50,
     }
-    assert len(set().union(*by_draw.values())) == 150
+    assert len(set().union(*by_draw.values())) == 200
     for name, config in drawn.items():
         assert (config.task.drift < 1) == (int(name.rpartition("-")[2]) % 2 == 1)
         assert replace(config.task, drift=1.0).noise_variance <= 0.51
