@@ -10,9 +10,10 @@ import griffe
 import mechinterp
 from mechinterp.analysis.registry import ANALYSES
 from mechinterp.analysis.result import known
+from mechinterp.rooms import homes_of
 
 FUNCTIONS = [
-    *(getattr(mechinterp, name) for name in mechinterp._HOMES),
+    *(getattr(mechinterp, name) for name in homes_of("mechinterp")),
     *(one.function for one in ANALYSES.values()),
 ]
 PUBLIC = {one.__name__: f"{one.__module__}.{one.__name__}" for one in FUNCTIONS}

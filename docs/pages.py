@@ -15,9 +15,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from plotly.offline import get_plotlyjs
 
-import mechinterp
 from mechinterp.analysis.needs import nothing
 from mechinterp.analysis.registry import ANALYSES
+from mechinterp.rooms import homes_of
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
@@ -176,8 +176,8 @@ def reference(title: str, folder: str, about: str) -> str:
     """The public functions and classes of one folder, module by module."""
     lines = [f"# {title[0].upper()}{title[1:]}", "", about, ""]
     place = f"mechinterp.{folder.replace('/', '.')}"
-    if homes := getattr(import_module(place), "HOMES", None):
-        names = ", ".join(f"`{name}`" for name in homes)
+    if (ROOT / "mechinterp" / folder / "__init__.pyi").exists():
+        names = ", ".join(f"`{name}`" for name in homes_of(place))
         lines += [f"`from {place} import ...` has {names}.", ""]
     modules = {}
     for file in sorted((ROOT / "mechinterp" / folder).rglob("*.py")):
@@ -231,7 +231,7 @@ def public(tree: ast.Module) -> list[str]:
 def top_level() -> str:
     """Tables of the names that `from mechinterp import ...` offers, by task, and of the models that each analysis takes."""
     lines = ["# Top level", "", "Names that `from mechinterp import ...` offers, by task."]
-    homes = mechinterp._HOMES
+    homes = homes_of("mechinterp")
     left = [*homes]
     for room, (folder, _) in ROOMS.items():
         place = f"mechinterp.{folder.replace('/', '.')}"

@@ -3,16 +3,12 @@
 The names of __init__.pyi are loaded on first use, so that `import mechinterp` is fast.
 """
 
-from pathlib import Path
-
-from mechinterp.rooms import names_of, stub_homes
+from mechinterp.rooms import homes_of, names_of
 from mechinterp.version import __version__
 
-_HOMES = stub_homes(Path(__file__).with_suffix(".pyi"))
-__all__ = ["__version__", *_HOMES]
-
-__getattr__ = names_of(__name__, _HOMES)
+__all__ = ["__version__", *homes_of(__name__)]
+__getattr__ = names_of(__name__)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *__all__]

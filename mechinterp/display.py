@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-ROWS = 20
+ROWS_SHOWN = 20
 """Number of rows of a table that are shown by default."""
 
 
@@ -38,8 +38,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         frame = self.to_frame()
-        table = frame.head(ROWS).to_html(index=False, border=0, float_format="%.4g")
-        left = len(frame) - ROWS
+        table = frame.head(ROWS_SHOWN).to_html(index=False, border=0, float_format="%.4g")
+        left = len(frame) - ROWS_SHOWN
         sentence = html.escape(repr(self)).replace("\n", "<br>")
         more = f"<p>and {left} more rows: .to_frame()</p>" if left > 0 else ""
         return f"<p><code>{sentence}</code></p><div style='overflow-x:auto'>{table}</div>{more}"

@@ -18,6 +18,9 @@ if sys.platform != "win32":
 CHUNK_BYTES = 2**28
 """Largest size of the activations of one chunk of prompts, in bytes."""
 UNLIMITED = 2**62
+CHUNK = 256
+"""Largest number of prompts at once on a processor, small enough for its cache, and even, because a resampled mask swaps
+prompts in pairs. On other devices memory alone limits it, since every chunk starts the same number of kernels."""
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 COLUMN, PAGE = 3.3, 6.75
 """Widths in inches: a column of a two-column page, and the text of a page."""
-FORMATS = (".pdf", ".svg", ".png")
+FIGURE_FORMATS = (".pdf", ".svg", ".png")
 FONT, FONT_POINTS = "Helvetica, Arial, Liberation Sans, sans-serif", 8
 PIXELS = 96
 """Pixels per inch, as in browsers; 4/3 per point."""
@@ -102,8 +102,10 @@ def require_format(path: Path) -> None:
     Raises:
         ValueError: If the ending is unknown or kaleido is not installed.
     """
-    if path.suffix not in FORMATS:
-        raise ValueError(f"{path}: must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
+    if path.suffix not in FIGURE_FORMATS:
+        raise ValueError(
+            f"{path}: must end in {', '.join(FIGURE_FORMATS[:-1])} or {FIGURE_FORMATS[-1]}."
+        )
     if find_spec("kaleido") is None:
         raise ValueError(
             f"{path}: figures in files need kaleido; pip install 'mechinterp-icl[figures]'."

@@ -198,6 +198,6 @@ def test_memory_that_was_not_foreseen(run: Run, monkeypatch: pytest.MonkeyPatch,
         raise error
 
     monkeypatch.setattr("mechinterp.training.train.train_one", fails)
-    named = "mechinterp.checkpoints.native.folder.named_config"
+    named = "mechinterp.checkpoints.native.document.named_config"
     monkeypatch.setattr(named, lambda _: ExperimentConfig())
     run("train", "softmax-h2").assert_refused("train needs more memory than is available.")

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 
 from mechinterp import figures, heatmaps, load, paper, write_report
-from mechinterp.display import ROWS, Result
+from mechinterp.display import ROWS_SHOWN, Result
 from mechinterp.paper import for_print, save_figure
 from mechinterp.progress import progress, show_progress
 from tests.conftest import CHECKPOINTS, refused
@@ -253,11 +253,11 @@ class Count(Result):
 
 
 def test_a_result_shows_its_sentence_and_the_first_rows_of_its_table():
-    for n, shown in ((2, 2), (ROWS, ROWS), (ROWS + 3, ROWS)):
+    for n, shown in ((2, 2), (ROWS_SHOWN, ROWS_SHOWN), (ROWS_SHOWN + 3, ROWS_SHOWN)):
         html = Count(n)._repr_html_()
         assert f"Count({n} rows)" in html
         assert html.count("<tr") == 1 + shown
-        assert ("3 more rows" in html) == (n > ROWS)
+        assert ("3 more rows" in html) == (n > ROWS_SHOWN)
     assert "<img" not in Count(1, name="<img src=x onerror=alert(1)>")._repr_html_()
 
 

@@ -13,7 +13,8 @@ import torch
 
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.presets import PRESETS
-from mechinterp.training.general.trainer import initial_deep_weights, loss_and_gradients
+from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import sampled
 from tests.golden import subjects
 from tests.golden.store import (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mechinterp
+from mechinterp.rooms import homes_of
 from tests.conftest import python, sampled
 from tests.test_doors import deep_softmax, gpt2_file
 
@@ -114,7 +115,7 @@ def test_names_of_the_package_are_where_it_says():
     assert set(mechinterp.__all__) <= set(dir(mechinterp))
     for room in ("theory", "icl", "models", "training", "analysis"):
         module = import_module(f"mechinterp.{room}")
-        for name, home in module.HOMES.items():
+        for name, home in homes_of(module.__name__).items():
             assert home.startswith(f"mechinterp.{room}.")
             assert getattr(module, name) is getattr(import_module(home), name)
 

@@ -27,7 +27,8 @@ from analyses.lib.measured import ROOT
 from mechinterp import Prompts, TaskConfig, load
 from mechinterp.analysis.stats import r2_and_sem, ratio_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.icl.algorithm import PromptMoments, fit_algorithm
+from mechinterp.icl.algorithm import PromptMoments
+from mechinterp.icl.algorithm_fits import fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import draw_prompts, generator_for

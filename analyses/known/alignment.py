@@ -5,8 +5,11 @@ taken from source prompts, predicts what the algorithm predicts with the variabl
 is an orthogonal parametrization trained by Adam, as in the authors' library pyvene; the loss for regression is the squared
 error. Their step size, 0.001, needs more than a thousand steps here; 300 steps of 0.01 go as far."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
@@ -28,28 +31,71 @@ def alignment(entry: Entry, *, seed: int = 0, steps: int = STEPS) -> Answer:
     return {"subspace": found} if found else {}
 
 
-def basis_of(entry: Entry, variable: Variable, *, seed: int, steps: int) -> object:
+def basis_of(entry: Entry, variable: Variable, *, seed: int, steps: int) -> np.ndarray:
     """Basis [size, width] after training."""
+    data = Interchanges.of(entry, variable, seed)
+    rotation = first_rotation(data, seed)
     hooked = entry.hooked
-    sets = [entry.sample(N_PROMPTS, SEED + 2 * seed + k) for k in range(2)]
-    base, source = (hooked.tokens(prompts) for prompts in sets)
-    target = variable.counterfactual(hooked, *sets)
-    with torch.no_grad():
-        noted = activation(hooked, source, variable)
-    width = noted.flatten(2).shape[2]
+
+    def predicted(at: Tensor) -> Tensor:
+        source = data.source_activation[at]
+        hook = partial(interchange, source=source, basis=rotation.weight, at=variable.at)
+        return hooked.run_with_hooks(data.base[at], fwd_hooks=[(variable.hook, hook)])[:, -1]
+
+    train(rotation, predicted, data.target, seed=seed, steps=steps)
+    return rotation.weight.detach().numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Interchanges:
+    """Base and source prompts, and what the algorithm predicts with the variable's value interchanged."""
+
+    variable: Variable
+    base: Tensor
+    """Tokens [prompt, pos, token]."""
+    source: Tensor
+    source_activation: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, entry: Entry, variable: Variable, seed: int) -> "Interchanges":
+        hooked = entry.hooked
+        sets = [entry.sample(N_PROMPTS, SEED + 2 * seed + k) for k in range(2)]
+        base, source = (hooked.tokens(prompts) for prompts in sets)
+        target = variable.counterfactual(hooked, *sets)
+        with torch.no_grad():
+            noted = activation(hooked, source, variable)
+        return cls(variable, base, source, noted, target)
+
+
+def first_rotation(data: Interchanges, seed: int) -> nn.Linear:
+    """Orthonormal directions [size, width] before training."""
+    width = data.source_activation.flatten(2).shape[2]
     torch.manual_seed(seed)
-    rotation = orthogonal(nn.Linear(width, variable.size, bias=False, dtype=torch.float64))
+    return orthogonal(nn.Linear(width, data.variable.size, bias=False, dtype=torch.float64))
+
+
+def train(
+    rotation: nn.Module,
+    predicted: Callable[[Tensor], Tensor],
+    target: Tensor,
+    *,
+    seed: int,
+    steps: int,
+) -> None:
+    """Descend on the squared error of the predictions under interchange.
+
+    Args:
+        predicted: Function from numbers of prompts to these predictions.
+    """
     optimizer = torch.optim.Adam(rotation.parameters(), lr=STEP_SIZE)
     generator = torch.Generator().manual_seed(seed)
     with torch.enable_grad():
         for _ in range(steps):
-            at = torch.randint(N_PROMPTS, (BATCH,), generator=generator)
-            hook = partial(interchange, source=noted[at], basis=rotation.weight, at=variable.at)
-            output = hooked.run_with_hooks(base[at], fwd_hooks=[(variable.hook, hook)])[:, -1]
+            at = torch.randint(len(target), (BATCH,), generator=generator)
             optimizer.zero_grad()
-            (output - target[at]).square().mean().backward()
+            (predicted(at) - target[at]).square().mean().backward()
             optimizer.step()
-    return rotation.weight.detach().numpy()
 
 
 def activation(hooked: nn.Module, tokens: Tensor, variable: Variable) -> Tensor:

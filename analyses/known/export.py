@@ -17,8 +17,8 @@ from safetensors.numpy import save as safetensors_of
 from mechinterp.checkpoints.io.files import write_new
 from mechinterp.checkpoints.load import load
 from mechinterp.known import Entry, Suite, suite
-from mechinterp.known.entries import NAMES
 from mechinterp.known.submissions import require_absent
+from mechinterp.known.truth import TRUTH_NAMES
 
 HERE = Path(__file__).parent
 README, DOCUMENT, TRUTHS = "README.md", "suite.json", "truths.safetensors"
@@ -60,7 +60,7 @@ def put(archive: ZipFile, name: str, content: bytes) -> None:
 def document_of(entry: Entry, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """JSON document of an entry; arrays of its truth are added to the given ones, under "ENTRY/ANSWER"."""
     truth: dict[str, dict[str, Any]] = {}
-    for name in NAMES:
+    for name in TRUTH_NAMES:
         if (known := getattr(entry.truth, name)) is None:
             continue
         stated: dict[str, Any] = {"how": known.how, "error": known.error}

@@ -1,164 +1,140 @@
 """Tables of the page on methods on known answers."""
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 
 from analyses.known.devinterp_sampler import SETTINGS
-from analyses.known.methods import SUBMISSIONS, VERSION
+from analyses.known.matrix import ALIGNMENT, BY_GRADIENTS, CMD, EVERY, GROUPS, LABEL, OUTCOMES
 from analyses.known.samplers import SAMPLERS
-from mechinterp.known import read_submission, suite
 from mechinterp.known.truth import KINDS
 
 EXACT = tuple(f"exact, {kind}" for kind in KINDS)
-BY_GRADIENTS = (
-    *("attribution patching, in", "attribution patching, out", "integrated gradients"),
-    *("EAP-IG inputs", "EAP-IG activations"),
-)
 BY_MASKS = (
     *("zero masking", "mean masking", "resample masking", "Shapley masking", "attention weight"),
 )
 PRUNING = "edge pruning"
 """Asked of models with many edges alone: all trained ones of several layers, and three others."""
 OWN = (
-    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, "distributed alignment", "random"),
-    *("label of this package", "singular vectors"),
+    *(*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, ALIGNMENT, "random"),
+    *(LABEL, "singular vectors"),
 )
-RANDOM = re.compile(r"random \d+")
-VARIANT = re.compile(r"(-rotated|-dead-heads|-noise-[\d.]+|-s\d+)+$")
-"""Ending of the names of variants and seeds of one model, which form a family."""
-FEWEST = 2
-"""Smallest number of families for a standard error."""
-
-
-GROUPS = {
-    "deep": "trained, several layers",
-    "one": "trained, one layer",
-    "made": "hand-made",
-}
-"""Groups of entries with their titles; for a head of one layer without a norm, effects patched out are second-order exactly."""
+PAIRED = (
+    *("edges in spearman", "edges out spearman", "edges cmd"),
+    *("heads in spearman", "heads out spearman", "heads zero spearman"),
+)
+SHOWN = (
+    ("attribution patching, in", "EAP-IG inputs"),
+    ("attribution patching, out", "EAP-IG inputs"),
+    ("attribution patching, in", "attribution patching, out"),
+    ("EAP-IG inputs", "EAP-IG activations"),
+    ("attribution patching, out", "zero masking"),
+)
+"""Pairs of methods in the table of differences."""
 
 
 @cache
-def _found() -> pd.DataFrame:
-    """Scores in all submissions, mean over the random orders: one row per method and entry."""
-    frames = []
-    for file in sorted(SUBMISSIONS.glob("*.json")):
-        read = read_submission(file)
-        wide = read.to_frame().pivot(index=["entry", "kind"], columns="score", values="value")
-        wide = wide.reset_index()
-        name = RANDOM.sub("random", read.method)
-        frames.append(wide.assign(method=name, seconds=wide["entry"].map(read.seconds)))
-    rows = pd.concat(frames, ignore_index=True)
-    numbers = rows.columns.difference(["method", "entry", "kind"])
-    means = rows.groupby(["method", "entry", "kind"], sort=False)[list(numbers)].mean()
-    means = means.reset_index()
-    return means.assign(
-        family=means["entry"].str.replace(VARIANT, "", regex=True),
-        group=means["entry"].map(_groups()),
-    )
+def _matrix_of(results: Path, part: str) -> pd.DataFrame:
+    """Rows of a part of the results of known/matrix."""
+    rows = pd.read_csv(results / "known_matrix.csv")
+    return rows[rows["part"] == part]
 
 
-def _groups() -> dict[str, str]:
-    """Group of each entry: one of GROUPS."""
-    known = suite(VERSION, trained="all")
-    layers = {name: len(entry.truth.heads_in.value) for name, entry in known.items()}
-    return {
-        name: "made" if entry.kind != "trained" else "deep" if layers[name] > 1 else "one"
-        for name, entry in known.items()
-    }
-
-
-def _others() -> tuple[str, ...]:
+def _others(results: Path) -> tuple[str, ...]:
     """Methods of the submissions that are none of this page's own."""
-    return tuple(sorted(set(_found()["method"]) - set(OWN)))
+    return tuple(sorted(set(_matrix_of(results, "mean")["method"]) - set(OWN)))
 
 
-def _cell(values: pd.Series, families: pd.Series, *, sign: str = "") -> str:
-    """Mean over families, its standard error over families, and their number."""
-    means = values.dropna().groupby(families).mean()
-    if means.empty:
+def cell(rows: pd.DataFrame, *, sign: str = "") -> str:
+    """Mean over families, its standard error and the number of families, of at most one row."""
+    if rows.empty:
         return "–"
-    if len(means) < FEWEST:
-        return f"{means.mean():{sign}.2f} (1)"
-    return f"{means.mean():{sign}.2f} ± {means.sem():.2f} ({len(means)})"
+    (row,) = rows.itertuples()
+    error = "" if pd.isna(row.sem) else f" ± {row.sem:.2f}"
+    return f"{row.mean:{sign}.2f}{error} ({row.families:.0f})"
 
 
 def _matrix(rows: pd.DataFrame, methods: Sequence[str], scores: Mapping[str, str]) -> str:
     lines = [f"| Method | {' | '.join(scores.values())} |", "| --- |" + " --- |" * len(scores)]
     for method in methods:
         own = rows[rows["method"] == method]
-        cells = [_cell(own[score], own["family"]) for score in scores]
+        cells = [cell(own[own["score"] == score]) for score in scores]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _heads(group: str) -> str:
-    found = _found()
-    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(), "random")
+def _of_group(results: Path, group: str) -> pd.DataFrame:
+    rows = _matrix_of(results, "mean")
+    return rows[rows["group"] == group]
+
+
+def _heads(results: Path, group: str) -> str:
+    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(results), "random")
     scores = {f"heads {kind} spearman": kind for kind in KINDS}
-    return _matrix(found[found["group"] == group], methods, scores)
+    return _matrix(_of_group(results, group), methods, scores)
 
 
 def heads_deep(results: Path) -> str:
     """Rank correlation of each ranking of heads with each truth, trained models of several layers."""
-    return _heads("deep")
+    return _heads(results, "deep")
 
 
 def heads_one(results: Path) -> str:
     """Rank correlation of each ranking of heads with each truth, trained models of one layer."""
-    return _heads("one")
+    return _heads(results, "one")
 
 
 def heads_made(results: Path) -> str:
     """Rank correlation of each ranking of heads with each truth, hand-made models."""
-    return _heads("made")
+    return _heads(results, "made")
 
 
-def _edges(group: str) -> str:
-    found = _found()
+def _edges(results: Path, group: str) -> str:
     pruned = (PRUNING,) if group == "deep" else ()
-    methods = (*EXACT[:2], *BY_GRADIENTS, *pruned, *_others(), "random")
+    methods = (*EXACT[:2], *BY_GRADIENTS, *pruned, *_others(results), "random")
     scores = {
         "edges in spearman": "in, Spearman",
         "edges out spearman": "out, Spearman",
         "edges in auroc": "in, AUROC",
         "edges out auroc": "out, AUROC",
     }
-    return _matrix(found[found["group"] == group], methods, scores)
+    return _matrix(_of_group(results, group), methods, scores)
 
 
 def edges_deep(results: Path) -> str:
     """Agreement of each ranking of edges with each truth, trained models of several layers."""
-    return _edges("deep")
+    return _edges(results, "deep")
 
 
 def edges_one(results: Path) -> str:
     """Agreement of each ranking of edges with each truth, trained models of one layer."""
-    return _edges("one")
+    return _edges(results, "one")
 
 
 def edges_made(results: Path) -> str:
     """Agreement of each ranking of edges with each truth, hand-made models."""
-    return _edges("made")
+    return _edges(results, "made")
 
 
 def circuits(results: Path) -> str:
     """Circuits: heads against the best of each size, and CMD of edges as the median over entries."""
-    found = _found()
-    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, *_others(), "random")
+    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, PRUNING, *_others(results), "random")
     scores = {"circuits in": "heads, in", "circuits out": "heads, out"}
-    lines = _matrix(found, methods, scores).split("\n")
+    lines = _matrix(_of_group(results, EVERY), methods, scores).split("\n")
     more = []
     for group, title in GROUPS.items():
+        rows = _of_group(results, group)
+        medians = rows[rows["score"] == "edges cmd"].set_index("method")
         column = [f" edges, median CMD, {title} |", " --- |"]
         for method in methods:
-            at = (found["method"] == method) & (found["group"] == group)
-            values = found.loc[at, "edges cmd"].dropna()
-            column.append(f" {values.median():.2f} ({len(values)}) |" if len(values) else " – |")
+            known = method in medians.index
+            row = medians.loc[method] if known else None
+            column.append(
+                " – |" if row is None else f" {row['median']:.2f} ({row['entries']:.0f}) |"
+            )
         more.append(column)
     return "\n".join(map("".join, zip(lines, *more, strict=True)))
 
@@ -166,88 +142,61 @@ def circuits(results: Path) -> str:
 def shapley(results: Path) -> str:
     """Rank correlation of each ranking of heads with the Shapley values under each mask."""
     scores = {f"shapley {kind} spearman": kind for kind in KINDS}
-    return _matrix(_found(), (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(), "random"), scores)
-
-
-PAIRS = (
-    ("attribution patching, in", "EAP-IG inputs"),
-    ("attribution patching, out", "EAP-IG inputs"),
-    ("attribution patching, in", "attribution patching, out"),
-    ("EAP-IG inputs", "EAP-IG activations"),
-    ("attribution patching, out", "zero masking"),
-)
-PAIRED = (
-    *("edges in spearman", "edges out spearman", "heads in spearman", "heads out spearman"),
-    "heads zero spearman",
-)
+    methods = (*EXACT, *BY_GRADIENTS, *BY_MASKS, *_others(results), "random")
+    return _matrix(_of_group(results, EVERY), methods, scores)
 
 
 def pairs(results: Path) -> str:
     """Two methods on the same trained models of several layers: mean difference over families, and how often the first is
     better."""
-    found = _found()
-    trained = found[found["group"] == "deep"]
+    rows = _matrix_of(results, "difference")
     lines = ["| Score | First − second | Difference | First better |", "| --- |" + " --- |" * 3]
-    for score in PAIRED:
-        wide = trained.pivot(index=["entry", "family"], columns="method", values=score)
-        for first, second in PAIRS:
-            moved = (wide[first] - wide[second]).dropna().reset_index(name="moved")
-            if moved.empty:
-                continue
-            better, tied = (moved["moved"] > 0).sum(), (moved["moved"] == 0).sum()
-            cell = _cell(moved["moved"], moved["family"], sign="+")
-            lines.append(
-                f"| {score} | {first} − {second} | {cell} | {better} of {len(moved)}, {tied} tied |"
-            )
+    for score, (first, second) in product(PAIRED, SHOWN):
+        chosen = rows[
+            (rows["score"] == score) & (rows["method"] == first) & (rows["second"] == second)
+        ]
+        for row in chosen.itertuples():
+            better = f"{row.better:.0f} of {row.entries:.0f}, {row.tied:.0f} tied"
+            # Few models with a large CMD decide its mean.
+            moved = "–" if score == CMD else cell(chosen, sign="+")
+            lines.append(f"| {score} | {first} − {second} | {moved} | {better} |")
     return "\n".join(lines)
 
 
 def subspaces(results: Path) -> str:
     """Subspaces of distributed alignment, by kind of model."""
-    found = _found()
-    rows = found[found["method"] == "distributed alignment"]
-    kinds = rows["entry"].str.extract(r"-(noise-[\d.]+)$")[0].fillna(rows["kind"])
-    kinds = kinds.mask(rows["subspace control"].notna(), "random weights")
-    names = ("interchange", "cosine", "control")
+    rows = _matrix_of(results, "subspace")
     lines = ["| Models | Entries | Interchange R² | Squared cosine | Control R² |"]
     lines.append("| --- |" + " --- |" * 4)
-    for kind, part in rows.groupby(kinds, sort=False):
-        cells = [_plain(part[f"subspace {name}"]) for name in names]
-        lines.append(f"| {kind} | {len(part)} | {' | '.join(cells)} |")
+    for kind, part in rows.groupby("group", sort=False):
+        of = part.set_index("score")
+        cells = [_plain(of.loc[name]) for name in ("interchange", "cosine", "control")]
+        lines.append(f"| {kind} | {part['entries'].iloc[0]:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _plain(values: pd.Series) -> str:
-    values = values.dropna()
-    if values.empty:
+def _plain(row: pd.Series) -> str:
+    if pd.isna(row["mean"]):
         return "–"
-    return (
-        f"{values.mean():.3f} ± {values.sem():.3f}" if len(values) > 1 else f"{values.mean():.3f}"
-    )
+    return f"{row['mean']:.3f}" + ("" if pd.isna(row["sem"]) else f" ± {row['sem']:.3f}")
 
 
 def seconds(results: Path) -> str:
     """Processor time of each method, all entries together."""
-    total = _found().groupby("method")["seconds"].sum()
-    lines = ["| Method | Seconds |", "| --- | --- |"]
-    methods = (*BY_GRADIENTS, *BY_MASKS, PRUNING, "distributed alignment")
-    lines += [f"| {method} | {total[method]:.0f} |" for method in methods]
-    return "\n".join(lines)
+    total = _matrix_of(results, "time").set_index("method")["total"]
+    methods = (*BY_GRADIENTS, *BY_MASKS, PRUNING, ALIGNMENT)
+    rows = [f"| {method} | {total[method]:.0f} |" for method in methods]
+    return "\n".join(["| Method | Seconds |", "| --- | --- |", *rows])
 
 
 def labels(results: Path) -> str:
     """Labels of this package on the hand-made models, by variant."""
-    found = _found()
-    rows = found[found["method"] == "label of this package"].dropna(subset=["label right"])
-    wide = rows.set_index("entry")
-    variant = (
-        wide.index.to_series().str.extract(r"(rotated|dead-heads|noise-[\d.]+)$")[0].fillna("plain")
-    )
+    rows = _matrix_of(results, "label")
     lines = ["| Variant | Models | Right | Undetermined | Wrong |", "| --- |" + " --- |" * 4]
-    for name, part in wide.groupby(variant, sort=False):
-        right, wrong = part["label right"].sum(), part["label wrong"].sum()
-        left = len(part) - right - wrong
-        lines.append(f"| {name} | {len(part)} | {right:.0f} | {left:.0f} | {wrong:.0f} |")
+    for variant, part in rows.groupby("group", sort=False):
+        total = part.set_index("score")["total"]
+        cells = " | ".join(f"{total[outcome]:.0f}" for outcome in OUTCOMES)
+        lines.append(f"| {variant} | {part['entries'].iloc[0]:.0f} | {cells} |")
     return "\n".join(lines)
 
 

@@ -18,12 +18,9 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights, circuit_norms
-from mechinterp.training.general.attention import attend
-from mechinterp.training.general.trainer import (
-    initial_deep_weights,
-    losses_at_every,
-)
-from mechinterp.training.run import Batch, Run, flattened, own, views
+from mechinterp.training.general.step import attend_for_training, losses_at_every
+from mechinterp.training.general.trainer import initial_deep_weights
+from mechinterp.training.run import Batch, TrainingRun, flattened, own, views
 
 Tensors = dict[str, Tensor]
 
@@ -39,7 +36,7 @@ class Stacked:
         return Stacked(tensors)
 
 
-class DeepPack(Run[Stacked]):
+class DeepPack(TrainingRun[Stacked]):
     """Models of several layers that train together."""
 
     def __init__(self, models: Mapping[str, ExperimentConfig], *, device: str = "cpu"):
@@ -95,7 +92,11 @@ class DeepPack(Run[Stacked]):
         weights, batch = self._like.with_tensors(tensors), prompts_from(prompts)
         if first is not None:
             return losses_at_every(weights, batch)[first:].mean()
-        return (predict_deep(weights, batch, attend=attend) - batch.y_query).square().mean()
+        return (
+            (predict_deep(weights, batch, attend=attend_for_training) - batch.y_query)
+            .square()
+            .mean()
+        )
 
     def _evaluated(self) -> dict[str, Tensor]:
         first = self.config.train.first_counted

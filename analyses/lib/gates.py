@@ -24,7 +24,8 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks, z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.hooks import CHUNK
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
 
 ROLES = ("facilitating", "irrelevant", "interfering")

@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp import Prompts
 from mechinterp.icl.predictors import Pool, log_posterior
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.run.ways import Predictor
 
 PENALTY = 1e-3
 """Penalty of the ridge regression behind a probe, per prompt and unit of variance."""

@@ -28,7 +28,8 @@ from mechinterp.analysis.stats import (
     mean_and_sem,
     ratio_and_sem,
 )
-from mechinterp.models.run.predictor import Predictor, predictor_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
 
 SPLITS = 8

@@ -2,11 +2,4 @@
 
 from mechinterp.rooms import names_of
 
-HOMES = {
-    "Chains": "mechinterp.analysis.training.sampler",
-    "Langevin": "mechinterp.analysis.training.sampler",
-    "preconditioned": "mechinterp.analysis.probing.targets",
-    "reweighted": "mechinterp.analysis.probing.targets",
-}
-
-__getattr__ = names_of(__name__, HOMES)
+__getattr__ = names_of(__name__)

@@ -20,6 +20,7 @@ from mechinterp.analysis.one_layer.classify import N_LAYER_PROMPTS, classify
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
+from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, counted
 from mechinterp.fields import flatten
@@ -190,17 +191,9 @@ def compare(
     return Comparison(models, fields, tuple(heads), curves)
 
 
-def model_row(checkpoint: Checkpoint, found: Classified) -> dict[str, object]:
-    """Row of a checkpoint in a table of models: where it is, its sizes, and what was found. Each table takes its columns."""
-    shape, task = checkpoint.config.model, checkpoint.task
-    return found.row | {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "n_layers": shape.n_layers,
-        "n_heads": shape.n_heads,
-        "d_x": task.d_x,
-        "d_y": task.d_y,
-    }
+def model_row(checkpoint: Checkpoint | HookedModule, found: Classified) -> dict[str, object]:
+    """Row of a model in a table of models: where it is, its sizes, and what was found. Each table takes its columns."""
+    return found.row | checkpoint.identity
 
 
 def _setting(config: ExperimentConfig) -> dict[str, str]:

@@ -38,8 +38,9 @@ from mechinterp.analysis.needs import (
 )
 from mechinterp.analysis.result import Finding
 from mechinterp.config import TaskLike
+from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import UNKNOWN, usual_number
+from mechinterp.models.run.evaluation import usual_number
 
 GIVEN = ("prompts", "clean")
 """Names of an argument for given prompts."""
@@ -229,21 +230,31 @@ def own_function(named: str) -> Callable[..., Any]:
     """The function `module:function`, of a module in the current folder or an installed one.
 
     Raises:
-        ValueError: If there is no such module or function.
+        ValueError: If there is no such module or name, or it is not a function.
     """
-    module, _, function = named.partition(":")
+    own = own_object(named)
+    if not callable(own):
+        raise ValueError(f"{named}: must be a function, got {type(own).__name__}.")
+    return own
+
+
+def own_object(named: str) -> Any:
+    """The object `module:name`, of a module in the current folder or an installed one.
+
+    Raises:
+        ValueError: If there is no such module or name.
+    """
+    module, _, name = named.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        own = getattr(import_module(module), function, None)
+        own = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
     except (ValueError, TypeError):
         own = None  # an empty name, or one that begins with a dot
     if own is None:
-        raise ValueError(f"{named}: {module} has no function {function!r}.")
-    if not callable(own):
-        raise ValueError(f"{named}: must be a function or a model, got {type(own).__name__}.")
+        raise ValueError(f"{named}: {module} has no {name!r}.")
     return own
 
 
@@ -280,7 +291,7 @@ def run_analysis(
     """
     name, analysis = analysis_of(named)
     given = dict(settings or {})
-    if task is not None and (task != UNKNOWN or "task" in analysis.options):
+    if task is not None and (task != UNKNOWN_TASK or "task" in analysis.options):
         given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}

@@ -1,10 +1,6 @@
 """Callbacks that call a `Monitor` in other libraries' training loops; each needs its library."""
 
-from mechinterp.rooms import names_of
+from mechinterp.rooms import homes_of, names_of
 
-HOMES = {
-    "HuggingFaceCallback": "mechinterp.callbacks.hugging_face",
-    "LightningCallback": "mechinterp.callbacks.lightning",
-}
-__all__ = [*HOMES]
-__getattr__ = names_of(__name__, HOMES)
+__all__ = [*homes_of(__name__)]
+__getattr__ = names_of(__name__)

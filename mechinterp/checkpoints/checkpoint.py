@@ -21,26 +21,29 @@ from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
 from mechinterp.checkpoints.native.card import card_of, training_in_words
-from mechinterp.checkpoints.native.folder import (
-    FILES,
+from mechinterp.checkpoints.native.document import (
     GROUNDS,
-    HISTORY,
-    SNAPSHOTS,
-    WEIGHTS,
-    Outline,
-    document_file,
     document_of,
-    old_snapshots,
     read_document,
-    require_new,
     require_stated,
     sha256_of,
+)
+from mechinterp.checkpoints.native.folder import (
+    FILES,
+    HISTORY_FILE,
+    SNAPSHOTS,
+    WEIGHTS_FILE,
+    Outline,
+    document_file,
+    old_snapshots,
+    require_new,
     stated_files,
 )
 from mechinterp.checkpoints.runs import Run, run_history
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig
 from mechinterp.display import counted
-from mechinterp.models.run.predictor import Predictor, WeightsPredictor
+from mechinterp.models.run.predictor import WeightsPredictor
+from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights
 
 PREFIX = "blocks.0.attn."
@@ -129,7 +132,7 @@ def read_snapshots(path: Path) -> dict[int, tuple[Path, dict[str, Tensor]]]:
     return {step: (file, read_arrays(file)) for step, file in by_step}
 
 
-def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+def stacked_snapshots(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors of one file with all snapshots: [step, ...] by name, and the steps."""
     steps = sorted(snapshots)
     names = snapshots[steps[0]]
@@ -138,7 +141,7 @@ def stacked(snapshots: Mapping[int, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _unstacked(file: Path) -> dict[int, dict[str, Tensor]]:
-    """Snapshots of one file, the inverse of `stacked`; the file may have any size, because long
+    """Snapshots of one file, the inverse of `stacked_snapshots`; the file may have any size, because long
     runs have many."""
     steps = read_steps(file)
     with torch.device("cpu"), opened(file, "pt") as stored:
@@ -250,6 +253,11 @@ class Checkpoint(Run):
     def assumed_and_doubt(self) -> dict[str, object]:
         """Assumed settings, with the doubt if there is one, as folders store them."""
         return {**self.assumed, **({"doubt": self.doubt} if self.doubt else {})}
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Path, format and sizes, for tables of models and JSON documents."""
+        return self.outline.identity
 
     @property
     def grounds(self) -> dict[str, Mapping[str, object]]:
@@ -455,7 +463,7 @@ def load(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     document, config = read_document(document_file(path))
-    file = path / WEIGHTS
+    file = path / WEIGHTS_FILE
     weights = weights_from(read_arrays(file), config, file)
     require_stated(file, document["files"])
     stated = {name: document[name] for name in ("step", "assumed", "origin")}
@@ -492,10 +500,10 @@ def save(
     names = FILES if shared else None
     with claimed(path, last="config.json", names=names) as claim:
         if kept:
-            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked(kept)))
-        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state_dict(weights)))
+            claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked_snapshots(kept)))
+        claim.write(WEIGHTS_FILE, partial(fill_with_tensors, tensors=state_dict(weights)))
         if history is not None:
-            claim.write(HISTORY, partial(history.to_parquet, index=False))
+            claim.write(HISTORY_FILE, partial(history.to_parquet, index=False))
         files = {name: sha256_of(file) for name, file in claim.waiting.items()}
         document = document_of(
             config, step=step, assumed=assumed, origin=origin, files=files, grounds=grounds

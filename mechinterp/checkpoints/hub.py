@@ -6,9 +6,17 @@ from pathlib import Path
 from types import ModuleType
 
 from mechinterp.checkpoints.io.files import CheckpointError, one_line
-from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS
+from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS_FILE
 
-WANTED = ("config.json", "config.yaml", WEIGHTS, SNAPSHOTS, "history.parquet", "state.pt", "*.bin")
+WANTED = (
+    "config.json",
+    "config.yaml",
+    WEIGHTS_FILE,
+    SNAPSHOTS,
+    "history.parquet",
+    "state.pt",
+    "*.bin",
+)
 """Files of a repository that define a model; no others are downloaded."""
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILE = re.compile(r"\.[a-z][a-z0-9]*$")

@@ -27,7 +27,7 @@ from mechinterp.checkpoints.io.tensor_files import (
 )
 from mechinterp.checkpoints.native import exchange
 from mechinterp.checkpoints.native.exchange import FORMAT, SIDE_CAR
-from mechinterp.checkpoints.native.folder import WEIGHTS, is_native, require_new
+from mechinterp.checkpoints.native.folder import WEIGHTS_FILE, is_native, require_new
 from mechinterp.checkpoints.shipped import shipped_path
 from mechinterp.config import TaskConfig, task_fields
 
@@ -347,12 +347,12 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if not has_weights_ending(path) or not path.is_file():
         rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
         raise CheckpointError(f"{path}: {rule}; this is another file.")
-    if path.name == WEIGHTS and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
+    if path.name == WEIGHTS_FILE and (is_native(path.parent) or (path.parent / SIDE_CAR).is_file()):
         return _in_folder(path.parent, hints)
     tensors, settings = read_file(path, hints.weights)
-    if path.suffix == ".npz" and exchange.CONFIG in settings:
-        _require_no_hints(path, hints, exchange.ARRAYS)
-        return exchange.read_stated(tensors, str(settings[exchange.CONFIG]), path)
+    if path.suffix == ".npz" and exchange.ARRAYS_CONFIG in settings:
+        _require_no_hints(path, hints, exchange.ARRAYS_FORMAT)
+        return exchange.read_stated(tensors, str(settings[exchange.ARRAYS_CONFIG]), path)
     if "flat" in tensors and all(name.startswith(OF_TRAINING) for name in tensors):
         raise CheckpointError(f"{path}: {UNFINISHED}.")
     return Stored(path, tensors, settings_of(path, settings))

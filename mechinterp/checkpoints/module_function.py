@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 
-N_PROMPTS = 16
+TRIAL_PROMPTS = 16
 """Number of prompts of the check; an even number."""
 LIMIT, HALF_LIMIT = 1e-4, 2e-2
 """Largest difference between two runs that counts as rounding, over the standard deviation of the prediction: in single

@@ -17,7 +17,7 @@ from mechinterp.models.hooked.arguments import Split, whole, xs_and_ys
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class ModuleInput:
     """Function from prompts to a module's input."""
 
     task: TaskConfig

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -13,158 +11,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import ATTENTION, INNER, TABLE, Piece, piece_of
+from mechinterp.checkpoints.foreign.names import INNER, TABLE, piece_of
 from mechinterp.checkpoints.module_input import Trial
+from mechinterp.checkpoints.module_names import NOT_CALLED, weights_of
+from mechinterp.checkpoints.module_outputs import note_input, require_heads_outputs, run_order
 from mechinterp.models.hooked.delta_layers import delta_names, number_of_heads
 from mechinterp.models.hooked.followed import BY_HEAD, SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
-IN_MODULES = {"query_key_value": "qkv", "q_b_proj": "q_proj", "kv_b_proj": "kv_proj"}
-"""Projections of GPT-NeoX, Bloom and Falcon (packed by head) and of DeepSeek, whose layout in files is not read."""
 HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 """Attributes of a module that state its number of heads."""
-PROJECTION_PARTS = (*ATTENTION, BY_HEAD)
-NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 _PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
-# Names of autograd's operations, without "Backward0".
-SUMS = (
-    "Add Sub Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
-)
-SHAPES = """
-View UnsafeView Reshape ReshapeAlias Transpose Permute Clone T Slice Select Unsqueeze Squeeze
-Expand ToCopy Cat Alias Split SplitWithSizes Unbind Index Stack
-"""
-HIDDEN = "Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
-_PASSED = {*SUMS.split(), *SHAPES.split(), *HIDDEN.split()}
-"""Operations through which the products behind a value are traced."""
-_PROJECTIONS = {"AddmmBackward0", "MmBackward0"}
-
-
-def layer_names(trial: Trial, outputs: Sequence[str]) -> list[str]:
-    """For each layer the name of the module that takes the heads' outputs, in order of running.
-
-    A module that runs several times counts as a layer each time.
-
-    Args:
-        outputs: Stated names; empty: they are searched for.
-    Raises:
-        ValueError: If a stated name is not a module, none is found, or a module does not run.
-    """
-    given = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    known = dict(trial.module.named_modules())
-    for name in given:
-        if name not in known:
-            if name in dict(trial.module.named_parameters()):
-                raise _is_parameter(name)
-            raise ValueError(
-                f"outputs must be names of modules, as {trial.name}.named_modules() gives them, got {name!r}."
-            )
-    ran = _order(trial)
-    names = given or _first_of_each(trial.module, _outputs(trial.module), ran)
-    for name in names:
-        if name not in ran:
-            raise ValueError(f"{name} must run for a prediction, got 0 times.")
-    return [name for name in ran if name in names]
-
-
-def _first_of_each(module: nn.Module, names: Sequence[str], ran: Sequence[str]) -> list[str]:
-    """Names without those of modules that run after another one of the same parent, such as a read-out `out` after `o_proj`.
-
-    Whole attentions and entries of a list are layers of their own.
-    """
-    first: dict[str, str] = {}
-    layers: set[str] = set()
-    for name in sorted(names, key=lambda name: ran.index(name) if name in ran else len(ran)):
-        parent, _, last = name.rpartition(".")
-        if last.isdecimal() or isinstance(module.get_submodule(name), nn.MultiheadAttention):
-            layers.add(name)
-        else:
-            first.setdefault(parent, name)
-    return [name for name in names if name in layers or name in first.values()]
-
-
-def _order(trial: Trial) -> list[str]:
-    """Names of all modules in order of running."""
-    ran: list[str] = []
-    with ExitStack() as hooks:
-        for name, part in trial.module.named_modules():
-            note = part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
-            hooks.enter_context(note)
-        trial.run()
-    return ran
-
-
-def _outputs(module: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that take the heads' outputs, by the table of known names."""
-    modules = dict(module.named_modules())
-    names = {name for name, part in modules.items() if isinstance(part, nn.MultiheadAttention)}
-    pieces = [
-        each
-        for each in weights_of(module)
-        if not any(each.name.startswith(f"{attention}.") for attention in names)
-    ]
-    inner = {(each.path, each.layer) for each in pieces if each.part in (*INNER, BY_HEAD)}
-    found = [p.name for p in pieces if p.part == "o" and (p.path, p.layer) in inner]
-    names |= modules.keys() & {name.removesuffix(".weight") for name in found}
-    names |= {each.output for each in delta_names(module)}
-    if not names and found:
-        raise _is_parameter(found[0])
-    if not names:
-        raise ValueError(
-            f"outputs must name the modules that take the heads' outputs: a {type(module).__name__} has no "
-            "MultiheadAttention, and no module such as o_proj beside q_proj, k_proj and v_proj. Without heads, compare_learners, "
-            "name_algorithm and response take a function of prompts, such as lambda prompts: model(prompts.tokens)[:, -1, -1:]."
-        )
-    return tuple(names)
-
-
-def weights_of(module: nn.Module) -> list[Piece]:
-    """Parts of a model that the names of a module's weights, or of its projections, stand for.
-
-    The tensors of a wrapped projection have other names (LoRA's base_layer, parametrizations, int8), so the path of
-    the module counts as well.
-    """
-    # Layers that share a tensor list it under several names.
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    pieces = [piece for name in names if (piece := _piece(name)) is not None]
-    for path, part in module.named_modules(remove_duplicate=False):
-        name = f"{path}.weight"
-        if _has_numbers(part) and not any(
-            f"{each.name}.".startswith(f"{path}.") for each in pieces
-        ):
-            piece = _piece(name)
-            pieces += [piece] if piece is not None and piece.part in PROJECTION_PARTS else []
-    paths = [each.name.removesuffix(".weight") for each in pieces]
-    outer = {path for path in paths if any(each.startswith(f"{path}.") for each in paths)}
-    return [each for each, path in zip(pieces, paths, strict=True) if path not in outer]
-
-
-def _piece(name: str) -> Piece | None:
-    """Part of a model that the name of a weight stands for."""
-    words = name.split(".")
-    piece = piece_of(".".join(IN_MODULES.get(word, word) for word in words))
-    if piece is None or piece.kind != "weight":
-        return None
-    part = BY_HEAD if "query_key_value" in words else piece.part
-    # BERT has the projections in a module "self", beside the output projection.
-    path = tuple(word for word in piece.path if word != "self")
-    return replace(piece, name=name, part=part, path=path)
-
-
-def _has_numbers(part: nn.Module) -> bool:
-    """True for a module that can be a projection: it has numbers, or is no module of torch.nn."""
-    if isinstance(part, NOT_CALLED):
-        return False
-    own = next(part.parameters(), None) is not None or next(part.buffers(), None) is not None
-    return own or not type(part).__module__.startswith("torch.nn.modules")
-
-
-def _is_parameter(name: str) -> ValueError:
-    last = name.rpartition(".")[2]
-    return ValueError(
-        f"outputs must be modules, got the Parameter {name}: make it an nn.Linear(n_heads * d_head, d_model, bias=False) "
-        f"with the transpose of {last} as its weight, and call self.{last}(z) on the heads' outputs z, side by side."
-    )
 
 
 def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Place]:
@@ -176,7 +33,7 @@ def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Pla
             layers, a layer is not a separate module, or the assumed outputs of heads are the
             stream.
     """
-    names, ran = list(dict.fromkeys(order)), Counter(_order(trial))
+    names, ran = list(dict.fromkeys(order)), Counter(run_order(trial))
     blocks = {name: _block(trial.module, name, names, ran) for name in names}
     require_heads_outputs(trial, blocks)
     places = [_place(trial, name, blocks[name], heads) for name in names]
@@ -309,76 +166,6 @@ def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]
     return ""
 
 
-def require_heads_outputs(trial: Trial, blocks: dict[str, str]) -> None:
-    """Refuse modules whose input is the stream or hidden units of an MLP; outputs of heads are
-    products of weights and values.
-
-    Sums, norms, shape changes and activations are traced back to the products behind them.
-
-    Raises:
-        ValueError: If there is such a module; the message names the first one.
-    """
-    module, entered = trial.module, dict[str, Tensor]()
-
-    def mark(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (_Marked.apply(args[0]), *args[1:]), kwargs
-        first = first_tensor(kwargs)
-        return args, {**kwargs, first: _Marked.apply(kwargs[first])}
-
-    others = [n for n in blocks if not isinstance(module.get_submodule(n), nn.MultiheadAttention)]
-    with ExitStack() as hooks, torch.enable_grad():
-        for name in others:
-            block, part = module.get_submodule(blocks[name]), module.get_submodule(name)
-            note = partial(_note_input, noted=entered, name=name)
-            hooks.enter_context(block.register_forward_pre_hook(mark, with_kwargs=True))
-            hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
-        with suppress(RuntimeError):  # numpy in forward does not run with gradients
-            trial.run(trial.tokens.detach().clone().requires_grad_())
-    for name, values in entered.items():
-        made_of = set(_factors(values.grad_fn))
-        what = "hidden units" if made_of and made_of <= _PROJECTIONS else ""
-        what = "the residual stream" if "_MarkedBackward" in made_of else what
-        if what:
-            raise ValueError(
-                f"outputs must name modules whose input is the heads' outputs side by side; the input of {name!r} is {what}."
-            )
-
-
-class _Marked(torch.autograd.Function):
-    """Marks the stream, so that it is recognised in values computed from it."""
-
-    @staticmethod
-    def forward(ctx: Any, stream: Tensor) -> Tensor:
-        return stream.clone()  # a view could not be written into
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-def _note_input(
-    _: nn.Module, args: tuple, kwargs: dict, noted: dict[str, Tensor], name: str
-) -> None:
-    """Hook that stores the input of a part of a module in its first run."""
-    noted.setdefault(name, args[0] if args else kwargs[first_tensor(kwargs)])
-
-
-def _factors(node: Any) -> Iterator[str]:
-    """Names of the operations behind sums, norms, shape changes and activations."""
-    seen, ahead = set(), [node]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = node.name().rpartition("::")[2]
-        if name.partition("Backward")[0].strip("_") in _PASSED:
-            ahead.extend(each for each, _ in node.next_functions)
-        else:
-            yield name
-
-
 def heads_in_softmax(trial: Trial, output: str, container: str) -> int:
     """Number of heads in the only softmax of a part; 0 if there is none over [batch, head, query, key], or several.
 
@@ -414,7 +201,7 @@ def _softmaxes(
     def leave(*_: Any) -> None:
         mode.inside = False
 
-    note = partial(_note_input, noted=entered, name=output)
+    note = partial(note_input, noted=entered, name=output)
     outputs = trial.module.get_submodule(output)
     with (
         part.register_forward_pre_hook(enter),

@@ -23,9 +23,19 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.explained import MASKED, caught, same
-from mechinterp.models.hooked.followed import PRODUCTS, PROJECTED, TINY, Heads, linear_attention
-from mechinterp.models.layers import ACTIVATIONS, readable_keys, rotated
+from mechinterp.models.hooked.delta_layers import TINY
+from mechinterp.models.hooked.explained import MASKED, Passed, caught, same
+from mechinterp.models.hooked.followed import (
+    PROJECTED,
+    HeadPoints,
+    by_linear_weights,
+)
+from mechinterp.models.layers import (
+    ACTIVATION_FUNCTIONS,
+    SCORE_PRODUCTS,
+    readable_keys,
+    turned_by_position,
+)
 
 _POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern", "hook_z")
 OF_MASKS: Mapping[str, tuple[bool, bool]] = {
@@ -41,7 +51,6 @@ EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 _CLOSE = 1e-4
 """Largest relative difference at which a norm or an activation counts as recognised."""
 _N_PROMPTS = 4
-Passed = Mapping[str, Sequence[Tensor]]
 """Values at the hook points of a layer."""
 
 
@@ -56,7 +65,7 @@ def shown_settings(
     """
     few = [each[:_N_PROMPTS].to(module.model.cfg.dtype) for each in batches]
     runs = [_passed(module, each) for each in few]
-    heads = [cast(Heads, block.attn) for block in module.model.blocks]
+    heads = [cast(HeadPoints, block.attn) for block in module.model.blocks]
     settings: dict[str, Any] = {
         "passes": len(module.hooked.blocks) // len(set(module.hooked.blocks))
     }
@@ -73,7 +82,7 @@ def shown_settings(
 def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
     """Values at the hook points of every layer, and queries, keys and values that projections put out without a point."""
     with ExitStack() as stack:
-        heads = [cast(Heads, block.attn) for block in module.model.blocks]
+        heads = [cast(HeadPoints, block.attn) for block in module.model.blocks]
         every = [stack.enter_context(caught(each, _POINTS)) for each in heads]
         for own, passed in zip(heads, every, strict=True):
             own.hook_z.add_hook(partial(_note_projected, heads=own, to=passed))
@@ -81,14 +90,16 @@ def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
     return list(every)
 
 
-def _note_projected(z: Tensor, hook: HookPoint, heads: Heads, to: dict[str, list[Tensor]]) -> None:
+def _note_projected(
+    z: Tensor, hook: HookPoint, heads: HeadPoints, to: dict[str, list[Tensor]]
+) -> None:
     """Hook that records what projections put out where the hook point was left out."""
     for name in PROJECTED:
         if name in heads.passed and not hasattr(heads, name):
             to[name].append(heads.passed[name].detach())
 
 
-def _linear_mask(heads: Sequence[Heads], runs: Sequence[Sequence[Passed]]) -> str:
+def _linear_mask(heads: Sequence[HeadPoints], runs: Sequence[Sequence[Passed]]) -> str:
     """Mask of attention without a softmax, the same in all layers; "" if there is none."""
     if any(not each.mask for each in heads):
         return ""
@@ -171,7 +182,9 @@ def _factor(turn: tuple[float, bool] | None, passed: Passed) -> float:
         config = ModelConfig(
             rotary_dim=q.shape[-1], rotary_base=turn[0], rotary_adjacent_pairs=turn[1]
         )
-    products = einsum(rotated(q, config), rotated(k, config), PRODUCTS)[..., : scores.shape[-1]]
+    products = einsum(turned_by_position(q, config), turned_by_position(k, config), SCORE_PRODUCTS)[
+        ..., : scores.shape[-1]
+    ]
     read = scores > MASKED
     s, p = scores[read].double(), products[read].double()
     factor = (s @ p) / (p @ p).clamp_min(TINY)
@@ -226,7 +239,7 @@ def _linear_scores(
 def _linear_factor(mask: str, passed: Passed) -> float:
     """Factor between a layer's outputs and the sums of values times q.k; 0 if they are not proportional."""
     q, k, v, z = (passed[n][0] for n in ("hook_q", "hook_k", "hook_v", "hook_z"))
-    _, expected = linear_attention(q, k, v, mask)
+    _, expected = by_linear_weights(q, k, v, mask)
     factor = (z.double() * expected).sum() / expected.double().square().sum().clamp_min(TINY)
     return factor.item() if same(factor.to(z) * expected, z) else 0.0
 
@@ -274,14 +287,18 @@ def _activation(module: HookedModule, parts: ModuleParts, prompts: Prompts) -> T
     names = [
         {
             name
-            for name, function in ACTIVATIONS.items()
+            for name, function in ACTIVATION_FUNCTIONS.items()
             if pre.shape == post.shape
             and (function(pre) - post).abs().max() <= _CLOSE * post.abs().max()
         }
         for pre, post in zip(seen["pre"], seen["post"], strict=False)
     ]
     shared = set.intersection(*names) if names else set()
-    return {"activation": next(name for name in ACTIVATIONS if name in shared)} if shared else {}
+    return (
+        {"activation": next(name for name in ACTIVATION_FUNCTIONS if name in shared)}
+        if shared
+        else {}
+    )
 
 
 @contextmanager

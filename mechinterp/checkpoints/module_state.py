@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.foreign.layout import layout_of
 from mechinterp.checkpoints.foreign.names import piece_of
-from mechinterp.checkpoints.module_places import PROJECTION_PARTS, weights_of
+from mechinterp.checkpoints.module_names import PROJECTION_PARTS, weights_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.module import Place

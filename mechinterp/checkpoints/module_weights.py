@@ -14,6 +14,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.options import Hints, stated_option
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
+from mechinterp.checkpoints.foreign.refusals import HOOK
 from mechinterp.checkpoints.foreign.score import Reading
 from mechinterp.checkpoints.module_function import HALF
 from mechinterp.checkpoints.plain_modules import HookedModule
@@ -22,7 +23,7 @@ from mechinterp.models.run.predictor import Source as Model
 from mechinterp.models.run.predictor import WeightsPredictor
 from mechinterp.models.weights import HEADS, Weights
 
-N_PROMPTS = 32
+PROOF_PROMPTS = 32
 """Number of prompts of the proof at each length."""
 MOST_READINGS = 96
 """Largest number of readings that are tried, each with a forward pass on a few prompts; a larger number only costs time."""
@@ -118,7 +119,8 @@ def proof_of(module: HookedModule) -> ModuleProof:
         recordings = _recordings(module)
         readings, tried = _readings(module, recordings)
     except ValueError as error:
-        return ModuleProof(why=" ".join(str(error).split()).removeprefix("state dict: "))
+        why = " ".join(str(error).split()).removeprefix("state dict: ").removesuffix(".")
+        return ModuleProof(why=why.removesuffix(f"; {HOOK}"))
     fits = (_renumbered(module, each.weights, recordings[0]) for each in readings)
     kept = [
         replace(each, build=lambda own=own: own)  # type: ignore[misc]
@@ -166,7 +168,7 @@ def _readings(
 def _recordings(module: HookedModule) -> list[Recording]:
     """Predictions of the module for prompts of its own length and, if it runs on them, of half of it."""
     task, dtype = module.task, module.model.cfg.dtype
-    drawn = draw_prompts(task, N_PROMPTS, seed=2, dtype=torch.float64).to(dtype)
+    drawn = draw_prompts(task, PROOF_PROMPTS, seed=2, dtype=torch.float64).to(dtype)
     batches = (
         [drawn, drawn.prefix(task.context_length // 2)] if task.context_length > 3 else [drawn]
     )

@@ -4,8 +4,8 @@ Its attention layers are found by name, in order of running."""
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import one_line
 from mechinterp.checkpoints.module_function import (
-    N_PROMPTS,
+    TRIAL_PROMPTS,
     random_states_kept,
     require_function_of_prompt,
 )
-from mechinterp.checkpoints.module_input import Entry, Trial, split_of
+from mechinterp.checkpoints.module_input import ModuleInput, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
+from mechinterp.fields import flatten
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
 from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
-from mechinterp.models.run.predictor import ModelPredictor, Predictor
+from mechinterp.models.run.predictor import ModelPredictor
+from mechinterp.models.run.ways import Predictor
 
 if TYPE_CHECKING:
     from mechinterp.models.hooked.module import ModuleHooks
@@ -51,6 +53,32 @@ class HookedModule(Run):
     """Number of updates of a watched module."""
     law_stated: bool = False
     """True: the task was given to `hook_module`, so that it is the law of given prompts, too."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Name as path, format "module", and sizes, for tables of models and JSON documents."""
+        return {
+            "path": self.name,
+            "format": "module",
+            "n_layers": self.hooked.n_layers,
+            "n_heads": self.hooked.n_heads,
+            "d_x": self.task.d_x,
+            "d_y": self.task.d_y,
+        }
+
+    @property
+    def assumed(self) -> dict[str, object]:
+        """Fields of the task that nobody stated, by dotted name."""
+        return self._fields_of_task(self.task.assumed)
+
+    @property
+    def grounds(self) -> dict[str, Mapping[str, object]]:
+        """Settings that are not assumed, by their ground: the stated fields of the task."""
+        return {"stated": self._fields_of_task(self.task.given)}
+
+    def _fields_of_task(self, names: Collection[str]) -> dict[str, object]:
+        values = flatten(asdict(self.task)).items()
+        return {f"task.{name}": v for name, v in values if name.partition(".")[0] in names}
 
     def __repr__(self) -> str:
         layers, heads = self.hooked.n_layers, self.hooked.n_heads
@@ -126,6 +154,7 @@ def hook_module(
 
     Layers are every torch.nn.MultiheadAttention, and every module with a common name for the outputs of heads (o_proj,
     to_out, c_proj, ...) beside those for queries, keys and values (q_proj, to_q, W_q, qkv, c_attn, ...).
+    If no name is known, layers are the projections whose input is a product of attention weights and values in a run.
 
     Args:
         heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
@@ -155,7 +184,7 @@ def hook_module(
     _require_integers(heads, position)
     own = _copied(module).eval()
     like = _first_number(own)
-    enter = Entry(task, embed, like.device, like.dtype)
+    enter = ModuleInput(task, embed, like.device, like.dtype)
     with random_states_kept(), torch.no_grad():
         prompts = _trial_prompts(enter, task)
         tokens = enter(prompts)
@@ -178,7 +207,7 @@ def _require_integers(heads: object, position: object) -> None:
         raise ValueError(f"position must be an integer, got {position!r}.")
 
 
-def _trial_prompts(enter: Entry, task: TaskConfig) -> Prompts:
+def _trial_prompts(enter: ModuleInput, task: TaskConfig) -> Prompts:
     """Two or three prompts, so that their number differs from the number of positions."""
     prompts = draw_prompts(task, 2, dtype=enter.dtype)
     if enter(prompts).shape[1] == len(prompts):
@@ -187,7 +216,7 @@ def _trial_prompts(enter: Entry, task: TaskConfig) -> Prompts:
 
 
 def _require_prediction(
-    trial: Trial, enter: Entry, read: Callable[[Tensor], Tensor] | None, task: TaskConfig
+    trial: Trial, enter: ModuleInput, read: Callable[[Tensor], Tensor] | None, task: TaskConfig
 ) -> None:
     """Refuse an output without a prediction, or one that is not a function of the prompt alone."""
     output = trial.output()
@@ -207,20 +236,20 @@ def _readers(read: Callable[[Tensor], Tensor] | None, task: TaskConfig) -> Reade
 
 
 def _require_function(
-    trial: Trial, enter: Entry, read: Callable[[Any], Tensor], task: TaskConfig
+    trial: Trial, enter: ModuleInput, read: Callable[[Any], Tensor], task: TaskConfig
 ) -> None:
     """Refuse a module whose prediction is not a function of the prompt alone."""
 
     def predict(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
         return read_prediction(read, replace(trial, tokens=enter(prompts)).output(), prompts)
 
-    prompts = draw_prompts(task, N_PROMPTS, seed=1, dtype=enter.dtype)
+    prompts = draw_prompts(task, TRIAL_PROMPTS, seed=1, dtype=enter.dtype)
     require_function_of_prompt(predict, prompts, enter.dtype)
 
 
 def _hooked(
     trial: Trial,
-    enter: Entry,
+    enter: ModuleInput,
     readers: Readers,
     heads: int | None,
     outputs: Sequence[str],
@@ -228,7 +257,8 @@ def _hooked(
 ) -> HookedPredictor:
     """The module of a trial with hooks on its layers."""
     # Imported here because they need TransformerLens.
-    from mechinterp.checkpoints.module_places import layer_names, places_of
+    from mechinterp.checkpoints.module_outputs import layer_names
+    from mechinterp.checkpoints.module_places import places_of
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 

@@ -15,7 +15,7 @@ from mechinterp.models.run.evaluation import evaluation_prompts
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights, circuit_norms
 
-N_PROMPTS = 1024
+EVAL_PROMPTS = 1024
 """Number of evaluation prompts for the loss of each step."""
 MOST_AT = 512
 """Largest number of positions whose loss is stored."""
@@ -72,7 +72,7 @@ def run_history(source: Source, snapshots: Mapping[int, Weights]) -> pd.DataFram
     of masking (`head_rows`); for all models also the Frobenius norms of the QK and OV circuits.
     loss, the training loss, is NaN.
     """
-    prompts = evaluation_prompts(source, n_prompts=N_PROMPTS)
+    prompts = evaluation_prompts(source, n_prompts=EVAL_PROMPTS)
     frames = {}
     for step, weights in snapshots.items():
         scalars = circuit_norms(weights)

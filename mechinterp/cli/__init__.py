@@ -7,7 +7,7 @@ import sys
 from mechinterp.cli.interrupts import interrupt, stopped
 from mechinterp.rooms import names_of
 
-__getattr__ = names_of(__name__, {"app": "mechinterp.cli.commands"})
+__getattr__ = names_of(__name__)
 
 
 def main() -> None:

@@ -141,7 +141,7 @@ def show(
         request = replace(request, context_lengths=None)
     named = [value for value in settings.values() if isinstance(value, Path)]
     with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
-        checkpoint = files.load(path, request.context_length)
+        checkpoint = files.model(path, request.context_length)
         if over_steps:
             result: Finding = at_every_step(
                 checkpoint, name, task=files.law, **request.drawn_by | settings
@@ -156,4 +156,4 @@ def show(
     text = to_text(title, result, wide=request.wide)
     # First why the file may have been read wrongly, and whose reading the numbers are; a label has the readings in its reason.
     note = "" if isinstance(result, Labelled) else readings_note(checkpoint)
-    say_of(path, "\n".join(filter(None, (checkpoint.doubt, note, text))))
+    say_of(path, "\n".join(filter(None, (getattr(checkpoint, "doubt", ""), note, text))))

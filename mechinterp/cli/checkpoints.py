@@ -17,12 +17,11 @@ from mechinterp.cli.options import (
     QuietOption,
     Request,
     SeedOption,
-    argument,
-    is_own_object,
     option,
     prompts_of,
     reads_files,
 )
+from mechinterp.cli.own_model import is_own_model, own_model, require_file
 from mechinterp.cli.printing import about_paths, answer, complain, say, say_json, say_of, shown_path
 
 if TYPE_CHECKING:
@@ -89,11 +88,11 @@ Steps = Mapping[Path, tuple["Checkpoint", dict[str, float]]]
 
 def _classified(
     path: Path, steps: Steps, request: Request, files: Files
-) -> tuple["Checkpoint", dict[str, float], "Classified"]:
-    """Checkpoint at a path, its step and loss if it is a step of a run, and its classification."""
+) -> tuple["Checkpoint | HookedModule", dict[str, float], "Classified"]:
+    """Model at a path, its step and loss if it is a step of a run, and its classification."""
     from mechinterp.analysis.registry import run_analysis
 
-    checkpoint, numbers = steps.get(path) or (files.load(path, request.context_length), {})
+    checkpoint, numbers = steps.get(path) or (files.model(path, request.context_length), {})
     result = run_analysis("classify", checkpoint, task=files.law, **request.drawn_by)
     return checkpoint, numbers, cast("Classified", result)
 
@@ -135,13 +134,7 @@ def _steps(groups: Sequence[Sequence[Path]], files: Files, context_length: int |
 
 @reads_files(device=True, request=True)
 def check(
-    path: Annotated[
-        Path,
-        argument(
-            "MODULE_OR_FILE",
-            "my_module:model, a PyTorch module or a function that makes one, in the current folder; or a checkpoint, or a file of weights.",
-        ),
-    ],
+    path: PathArgument,
     *,
     request: Request,
     files: Files,
@@ -153,9 +146,9 @@ def check(
     from mechinterp.report.to_json import SCHEMA_VERSION
 
     with about_paths(path, *request.files):
-        own = is_own_object(path)
         hints: dict = dict(files.hints.given)
-        model = _own_model(str(path), files) if own else load(path, **hints)
+        own = is_own_model(path)
+        model = own_model(str(path), files.hints, files.device) if own else load(path, **hints)
         if request.context_length is not None:
             model = model.at_length(request.context_length)
         drawn_by: dict = {
@@ -177,33 +170,6 @@ def check(
     answer(document | request.note, str(found), as_json=request.as_json)
 
 
-def _own_model(named: str, files: Files) -> "HookedModule":
-    """The module `my_module:model` with hooks.
-
-    Raises:
-        ValueError: If there is no such name, or it is neither a module nor a function that makes one.
-    """
-    from torch import nn
-
-    from mechinterp.analysis.registry import own_function
-    from mechinterp.checkpoints.io.files import one_line
-    from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
-
-    rule = f"{named}: must be a torch.nn.Module, a hooked module or a function that makes one without arguments"
-    own = own_function(named)
-    try:
-        made = own if isinstance(own, nn.Module) else own()
-    except Exception as error:
-        raise ValueError(
-            f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
-        ) from None
-    if isinstance(made, HookedModule):
-        return made
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{rule}, got {type(made).__name__}.")
-    return hook_module(made, task=files.hints.task, heads=files.hints.n_heads)
-
-
 @reads_files()
 def info(
     path: PathArgument,
@@ -216,6 +182,7 @@ def info(
     from mechinterp.checkpoints.native.folder import outline_of
     from mechinterp.report.info import info_document, info_text
 
+    require_file(path, "info")
     hooks = as_json or wide
     outline = None if hooks or files.hints.given else outline_of(path)
     document = info_document(outline or files.load(path), hooks=hooks)
@@ -236,6 +203,7 @@ def convert(
     from mechinterp.checkpoints.native.exchange import FORMAT, positions_for
     from mechinterp.report.to_json import header
 
+    require_file(path, "convert")
     with about_paths(path, out):
         checkpoint = files.load(path)
         written = loading.convert(checkpoint, target, out)
@@ -308,8 +276,8 @@ def report(
 
 def _models_of(
     paths: list[Path], files: Files
-) -> tuple["Checkpoint | list[Checkpoint]", list[dict[str, str]]]:
-    """The checkpoint, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
+) -> tuple["Checkpoint | HookedModule | list[Checkpoint]", list[dict[str, str]]]:
+    """The model, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
     error, if any."""
     from mechinterp.checkpoints.load import checkpoint_paths, runs_among
 
@@ -317,21 +285,33 @@ def _models_of(
     for group in runs_among(checkpoint_paths(paths)):
         run = files.run_of(group)
         each += [(run.path, run)] if run else [(path, None) for path in group]
+    if len(each) == 1:
+        path, run = each[0]
+        with about_paths(path):
+            return run or files.model(path), [{"path": str(path)}]
     loaded, about = [], []
     for path, run in each:
         try:
             with about_paths(path):
-                checkpoint = run or files.load(path)
-                if len(each) > 1 and (why := checkpoint.config.model.beyond_one_layer):
-                    raise ValueError(
-                        f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
-                        f"got {why}; make a report on this model alone."
-                    )
-            loaded.append(checkpoint)
+                loaded.append(_compared(path, run, files))
             about.append({"path": str(path)})
         except (ValueError, OSError) as error:
-            if len(each) == 1:
-                raise
             about.append({"path": str(path), "error": str(error)})
             complain(str(error))
-    return loaded[0] if len(each) == 1 else loaded, about
+    return loaded, about
+
+
+def _compared(path: Path, run: "Checkpoint | None", files: Files) -> "Checkpoint":
+    """Checkpoint of a page on several models.
+
+    Raises:
+        ValueError: If it is not a single layer of attention.
+    """
+    require_file(path, "a page on several models")
+    checkpoint = run or files.load(path)
+    if why := checkpoint.config.model.beyond_one_layer:
+        raise ValueError(
+            f"{checkpoint.path}: a comparison needs models of one layer of attention without other parts, "
+            f"got {why}; make a report on this model alone."
+        )
+    return checkpoint

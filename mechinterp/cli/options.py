@@ -1,7 +1,6 @@
 """Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
@@ -14,10 +13,13 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
+from mechinterp.cli.own_model import is_own_model, own_model
 from mechinterp.cli.printing import complain, complain_in_rows, say_json
+from mechinterp.config.task import UNKNOWN_TASK
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.plain_modules import HookedModule
     from mechinterp.icl.prompts import Prompts
 
 
@@ -25,8 +27,6 @@ HELP = ["-h", "--help"]
 """Options that show the help."""
 LENGTH = "task.context_length"
 """Name of the assumed setting that --context-length replaces."""
-UNKNOWN = "unknown"
-"""Value of --task for given prompts of unknown law."""
 PROMPT_ARRAYS = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 
@@ -72,9 +72,18 @@ WideOption = Annotated[
     option("--wide", "Show all rows and columns, with standard errors in columns of their own."),
 ]
 PathArgument = Annotated[
-    Path, argument("PATH", "A checkpoint folder, or a file of weights of other code.")
+    Path,
+    argument(
+        "MODEL",
+        "A checkpoint folder, a file of weights of other code, or my_module:model, a PyTorch module (or a function that makes one) in the current folder.",
+    ),
 ]
-PathsArgument = Annotated[list[Path], argument("PATH...", "Checkpoints, or folders of them.")]
+PathsArgument = Annotated[
+    list[Path],
+    argument(
+        "MODEL...", "Checkpoints, folders of them, files of weights, or modules my_module:model."
+    ),
+]
 CountOption = Annotated[
     int | None,
     option("--n-prompts", "Number of evaluation prompts; default: the analysis' own number."),
@@ -244,11 +253,6 @@ def prompts_of(file: Path) -> "Prompts":
     return prompts
 
 
-def is_own_object(path: Path) -> bool:
-    """True for module:name, such as my_module:model, unless there is a file of that name."""
-    return bool(re.fullmatch(r"[\w.]+:\w+", str(path))) and not os.path.lexists(path)
-
-
 def find_paths(given: dict[str, Any]) -> None:
     """Replace the names of shipped models by their paths, and refuse a path that does not exist before anything is loaded.
 
@@ -258,15 +262,14 @@ def find_paths(given: dict[str, Any]) -> None:
     from mechinterp.checkpoints.shipped import shipped_path
 
     several = "paths" in given
-    if not several and is_own_object(given["path"]):
-        return
     if given.get("predictions") and several and len(given["paths"]) > 1:
         raise ValueError(f"--predictions are those of one file, got {len(given['paths'])} paths.")
-    paths = [shipped_path(path) for path in (given["paths"] if several else [given["path"]])]
+    stated = given["paths"] if several else [given["path"]]
+    paths = [path if is_own_model(path) else shipped_path(path) for path in stated]
     given |= {"paths": paths} if several else {"path": paths[0]}
     table = Path(str(given.get("out"))).suffix in (".csv", ".parquet")
     reported = several and (len(paths) > 1 or given.get("as_json") or table)
-    if not reported and not os.path.lexists(paths[0]):
+    if not reported and not is_own_model(paths[0]) and not os.path.lexists(paths[0]):
         raise nothing_at(paths[0])
 
 
@@ -288,7 +291,7 @@ def reads_files(
             find_paths(given)
             path, as_json = given.get("path"), given.get("as_json")
             stated = {p.name: given.pop(p.name) for p in HINTS}
-            law = UNKNOWN if str(stated["task"]) == UNKNOWN else None
+            law = UNKNOWN_TASK if str(stated["task"]) == UNKNOWN_TASK else None
             hints = hints_of(**stated | ({} if law is None else {"task": None}))
             device_name, verbose = given.pop("device", "cpu"), given.pop("verbose")
             files = Files(hints, device_of(device_name), law, verbose)
@@ -334,6 +337,23 @@ class Files:
     verbose: bool = False
     """True: the assumptions on a file are listed in full."""
 
+    def model(self, path: Path, context_length: int | None = None) -> "Checkpoint | HookedModule":
+        """Checkpoint at a path, or module my_module:model; assumptions are printed to standard
+        error."""
+        if not is_own_model(path):
+            return self.load(path, context_length)
+        module = own_model(str(path), self.hints, self.device)
+        if context_length is not None and LENGTH in module.assumed:
+            module = module.at_length(context_length)
+        task = module.task
+        words = {f"task.{n}": w for n, w in task.fields_in_words.items() if n in task.assumed}
+        if words:
+            from mechinterp.report.grounds import in_words
+
+            title = f"{path}: hooked with these settings; what is assumed may be wrong"
+            complain_in_rows(title, {"assumed": in_words(words, full=self.verbose)})
+        return module
+
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to
         standard error."""
@@ -361,7 +381,7 @@ class Files:
         """The run to which all these paths belong; None if they are separate models."""
         from mechinterp.checkpoints.io.files import CheckpointError
 
-        if len(paths) > 1:
+        if len(paths) > 1 and not any(map(is_own_model, paths)):
             with suppress(CheckpointError):  # the error of each file is reported later
                 return self.load(paths, context_length)
         return None

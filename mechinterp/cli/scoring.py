@@ -52,11 +52,11 @@ def score(
     from mechinterp.analysis.registry import own_function
     from mechinterp.known.entries import suite
     from mechinterp.known.scores import score as score_method
-    from mechinterp.known.submissions import Submission, require_new
+    from mechinterp.known.submissions import Submission, require_new_file
     from mechinterp.report.bars import progress_bars
 
     if out is not None:
-        require_new(out)
+        require_new_file(out)
     entries = suite(version, trained=trained)
     with progress_bars(quiet=quiet):
         found = score_method(own_function(method), entries)

@@ -57,7 +57,7 @@ def train(
         return answer(list(PRESETS), "\n".join(PRESETS), as_json=as_json)
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.load import load
-    from mechinterp.checkpoints.native.folder import named_config
+    from mechinterp.checkpoints.native.document import named_config
     from mechinterp.config import override
     from mechinterp.report.bars import logged, progress_bar
     from mechinterp.training.train import train_one
@@ -112,11 +112,11 @@ def sweep(
     """Train many models in one run. Example: mechinterp sweep analyses/sweeps/softmax.json --out runs/softmax"""
     from mechinterp.analysis.comparison import models_frame
     from mechinterp.checkpoints.io.files import printable
-    from mechinterp.checkpoints.native.folder import write_own_table
+    from mechinterp.checkpoints.native.tables import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.training import shards
     from mechinterp.training.sweep_file import load_sweep
-    from mechinterp.training.train import RESULTS, require_finite, train_models
+    from mechinterp.training.train import RESULTS, require_no_divergence, train_models
 
     if merge is not None:
         if (given := file or out or shard) is not None:
@@ -137,7 +137,7 @@ def sweep(
         summary = train_models(models, out, resume=resume, engine=chosen, on_log=on_log)
     if models:  # a shard may have none
         write_own_table(out / RESULTS, models_frame(models, out, diverged=summary.diverged))
-    require_finite(models, out, summary)
+    require_no_divergence(models, out, summary)
     text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
     answer(_document(summary, out), text, as_json=as_json)
 
@@ -154,7 +154,7 @@ def predict_jumps(
     from mechinterp.analysis.result import records
     from mechinterp.analysis.training.jumps import jump_forecast
     from mechinterp.checkpoints.io.files import printable
-    from mechinterp.checkpoints.native.folder import named_config
+    from mechinterp.checkpoints.native.document import named_config
     from mechinterp.config import override
     from mechinterp.report.to_json import SCHEMA_VERSION
     from mechinterp.report.to_text import to_text

@@ -24,7 +24,10 @@ SIZES = {"d_x", "d_y", "context_length"}
 MAX_FILE = 2**22
 """Largest size of a task file, in bytes."""
 
-T = TypeVar("T")
+UNKNOWN_TASK = "unknown"
+"""Value of `task` for given prompts of unknown law."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,13 @@ def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:
     return bool(symmetric and np.linalg.eigvalsh(full).min() > near)
 
 
-def _noting_what_is_passed(cls: type[T]) -> type[T]:
+def _noting_what_is_passed(cls: type[_T]) -> type[_T]:
     """The class with a record of the fields that are passed; `==`, `hash`, the id and JSON ignore
     the record."""
     own = cls.__init__
 
     @wraps(own)
-    def init(self: T, *values: object, **named: object) -> None:
+    def init(self: _T, *values: object, **named: object) -> None:
         positional = (each.name for each in fields(cls)[: len(values)])  # type: ignore[arg-type]
         object.__setattr__(self, "_given", frozenset([*positional, *named]))
         own(self, *values, **named)

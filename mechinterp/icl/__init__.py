@@ -2,14 +2,4 @@
 
 from mechinterp.rooms import names_of
 
-HOMES = {
-    "ALGORITHMS": "mechinterp.icl.algorithms",
-    "PromptMoments": "mechinterp.icl.algorithm",
-    "adaptive_ridge": "mechinterp.icl.predictors",
-    "dmmse": "mechinterp.icl.predictors",
-    "fit_algorithm": "mechinterp.icl.algorithm",
-    "kalman": "mechinterp.icl.predictors",
-    "ridge": "mechinterp.icl.predictors",
-}
-
-__getattr__ = names_of(__name__, HOMES)
+__getattr__ = names_of(__name__)

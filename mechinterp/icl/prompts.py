@@ -23,6 +23,8 @@ NO_LAW = "The law of the given prompts is unknown, so that no others can be draw
 IDENTITY = CovarianceConfig()
 TEST_ROWS = 4
 """One row in this many of a table of data is for tests."""
+Numbers = Callable[[int, torch.Generator], Tensor]
+"""Function of a size and a generator that draws standard normal numbers."""
 
 
 class NoTaskVectorsError(ValueError):
@@ -459,6 +461,7 @@ def draw_prompts(
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
     new_tasks: bool = False,
+    numbers: Numbers | None = None,
 ) -> Prompts:
     """Prompts drawn from a random generator in a dtype, on the generator's device.
 
@@ -470,6 +473,7 @@ def draw_prompts(
         context_length: Number of pairs; None means the task's.
         new_tasks: True: prompts of a task with a pool get fresh task vectors instead of the pool's,
             with the same covariates and noise.
+        numbers: Function that draws standard normal numbers in the dtype on the device; None: torch.
     Raises:
         ValueError: If n_prompts or context_length is below 1, the prompts do not fit into memory,
             or the task belongs to given prompts of unknown law.
@@ -493,19 +497,44 @@ def draw_prompts(
     if task.drift != 1:
         needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
     require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
-    n_tokens = length + 1
-    n_vectors = 1 if task.shared_beta else task.d_y
-    sizes = [n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors]
     # One draw for everything: starting the generator costs more than its numbers.
-    normal = torch.empty(n_prompts * sum(sizes), device=generator.device, dtype=dtype)
-    normal.normal_(generator=generator)
+    size = n_prompts * sum(_number_sizes(task, length))
+    if numbers is None:
+        normal = torch.empty(size, device=generator.device, dtype=dtype)
+        normal.normal_(generator=generator)
+    else:
+        normal = numbers(size, generator)
+    return _prompts_of(task, normal, length, generator, new_tasks=new_tasks)
+
+
+def _number_sizes(task: TaskConfig, context_length: int) -> tuple[int, int, int]:
+    """How many standard normal numbers a prompt takes for its covariates, its noise and its task vectors."""
+    n_tokens, n_vectors = context_length + 1, 1 if task.shared_beta else task.d_y
+    return n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors
+
+
+def _prompts_of(
+    task: TaskConfig,
+    normal: Float[Tensor, " number"],
+    context_length: int,
+    generator: torch.Generator,
+    *,
+    new_tasks: bool,
+) -> Prompts:
+    """Prompts made of standard normal numbers: covariates of all prompts, then noise, then task vectors.
+
+    Args:
+        generator: Random generator of what is drawn after these numbers: places in a pool, supports, levels of noise, drift.
+    """
+    sizes, n_tokens = _number_sizes(task, context_length), context_length + 1
+    n_prompts = len(normal) // sum(sizes)
     x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
     x_all = x_draw.view(n_prompts, n_tokens, task.d_x)
     if task.covariance != IDENTITY:
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
-        x_all = x_all @ torch.as_tensor(root.T, dtype=dtype, device=normal.device)
+        x_all = x_all @ torch.as_tensor(root.T, dtype=normal.dtype, device=normal.device)
     if task.n_tasks is None or new_tasks:
-        beta = task_vectors(task, beta_draw.view(n_prompts, task.d_x, n_vectors), generator)
+        beta = task_vectors(task, beta_draw.view(n_prompts, task.d_x, -1), generator)
     else:
         # Drawn last: covariates and noise equal those with fresh task vectors.
         shape, device = (n_prompts,), normal.device

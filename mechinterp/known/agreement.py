@@ -25,7 +25,7 @@ from mechinterp.known.variables import (
 
 MATTERS = 0.01
 """A head or edge matters if its effect is above this fraction of the largest."""
-ROUNDING = 1e-9
+NO_EFFECT = 1e-9
 """An effect or a value below this fraction of the largest is 0."""
 N_ORDERS = 4
 """Number of orders of tied edges whose circuits are run."""
@@ -181,7 +181,7 @@ def _of_circuits(entry: Entry, curve_of: Any) -> dict[str, float]:
         game = known.value if kind == "in" else known.value[::-1]
         best, mean = by_size(game)
         scale = (best - mean).sum()
-        if scale > ROUNDING * np.abs(game).max():
+        if scale > NO_EFFECT * np.abs(game).max():
             found[f"circuits {kind}"] = float(1 - (best - curve_of(game)).sum() / scale)
     return found
 
@@ -254,7 +254,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
     """
     sizes = np.abs(np.asarray(values, dtype=float))
     order = np.argsort(sizes)
-    step = np.diff(sizes[order], prepend=0.0) > ROUNDING * sizes.max(initial=0.0)
+    step = np.diff(sizes[order], prepend=0.0) > NO_EFFECT * sizes.max(initial=0.0)
     # Each value becomes the first of its group of equal ones; the group of 0 is 0.
     firsts = np.concatenate([[0.0], sizes[order][step]])
     equal = np.empty_like(sizes)

@@ -21,7 +21,7 @@ RESERVED = ("score", "entries")
 """Columns of the table of means that are no method."""
 FEW = 3
 """Largest number of methods whose differences are shown in a terminal without --wide."""
-LEAST = 2
+LEAST_FILES = 2
 """Smallest number of methods to compare."""
 AREAS = ("edges cpr", "edges cmd")
 """Scores without bounds."""
@@ -185,9 +185,9 @@ def compare_submissions(paths: Sequence[str | Path]) -> MethodComparison:
         np.float64(0.0)
     """
     files = [file for path in paths for file in _files_of(Path(path))]
-    if len(files) < LEAST:
+    if len(files) < LEAST_FILES:
         raise ValueError(
-            f"a comparison needs at least {LEAST} files of `mechinterp score --out`, got {len(files)}."
+            f"a comparison needs at least {LEAST_FILES} files of `mechinterp score --out`, got {len(files)}."
         )
     read = {file: read_submission(file) for file in files}
     first, one = next(iter(read.items()))

@@ -29,7 +29,7 @@ from mechinterp.checkpoints.shipped import BUNDLED, CLONE
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
-from mechinterp.known.truth import NAMES, Known, Truth, truth_from
+from mechinterp.known.truth import TRUTH_NAMES, Known, Truth, truth_from
 from mechinterp.known.variables import Variable
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear import Heads
@@ -202,7 +202,7 @@ class Entry:
         return blind
 
     def __repr__(self) -> str:
-        known = [name for name in NAMES if getattr(self.truth, name) is not None]
+        known = [name for name in TRUTH_NAMES if getattr(self.truth, name) is not None]
         return f"Entry({self.name}: {self.kind}; known: {', '.join(known) or 'nothing'})"
 
 
@@ -235,7 +235,7 @@ class Suite(Result, Mapping[str, Entry]):
     def to_frame(self) -> pd.DataFrame:
         """One row per entry: its kind, and how each answer is known; answers known for no entry are left out."""
         truths = [entry.truth for entry in self.entries.values()]
-        names = [name for name in NAMES if any(getattr(truth, name) for truth in truths)]
+        names = [name for name in TRUTH_NAMES if any(getattr(truth, name) for truth in truths)]
         rows = [
             {"entry": entry.name, "kind": entry.kind}
             | {name: getattr(getattr(entry.truth, name), "how", "") for name in names}

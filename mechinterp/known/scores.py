@@ -16,7 +16,7 @@ from mechinterp.display import Result
 from mechinterp.known.agreement import (
     MATTERS,
     MEANINGS_2,
-    ROUNDING,
+    NO_EFFECT,
     auroc,
     edge_values,
     score_circuits,
@@ -261,7 +261,7 @@ def _agreement(name: str, values: np.ndarray, effects: np.ndarray) -> dict[str, 
     from scipy.stats import kendalltau, spearmanr  # slow import
 
     values, truth = (
-        np.where(size < ROUNDING * size.max(), 0, size)
+        np.where(size < NO_EFFECT * size.max(), 0, size)
         for size in (np.abs(values), np.abs(effects))
     )
     if np.ptp(truth) == 0:

@@ -26,7 +26,7 @@ LARGEST = 20_000_000
 """Largest size of a submission that is read, in bytes."""
 LONGEST_NAME = 200
 """Largest number of characters of a name in a file."""
-COLUMNS = ["entry", "kind", "score", "value"]
+SUBMISSION_COLUMNS = ["entry", "kind", "score", "value"]
 """Columns of the scores."""
 DIGITS = 6
 """Number of digits of a score in a file, so that scores which differ by rounding are tied."""
@@ -105,7 +105,7 @@ class Submission(Result):
             CheckpointError: If the name does not end in .json, the file exists, or it cannot be written.
         """
         file = Path(file)
-        require_new(file)
+        require_new_file(file)
         text = json.dumps(self.to_document(), indent=1, allow_nan=False)
         with writing(file):
             write_new(file, partial(Path.write_text, data=f"{text}\n", encoding="utf-8"))
@@ -116,7 +116,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def require_new(file: Path) -> None:
+def require_new_file(file: Path) -> None:
     """Refuse a file for a submission that exists, or does not end in .json.
 
     Raises:
@@ -204,7 +204,9 @@ def _submission_from(document: Any) -> Submission:
             if value is not None:
                 rows.append((name, kind, score, _number(value, f"{score} of {name}")))
     texts = {_text(name, "package"): _text(each, name) for name, each in packages.items()}
-    return Submission(method, version, sha256, texts, pd.DataFrame(rows, columns=COLUMNS), seconds)
+    return Submission(
+        method, version, sha256, texts, pd.DataFrame(rows, columns=SUBMISSION_COLUMNS), seconds
+    )
 
 
 def _refuse_constant(name: str) -> float:

@@ -80,7 +80,7 @@ class Truth:
     have no meaning."""
 
 
-NAMES = tuple(each.name for each in fields(Truth))
+TRUTH_NAMES = tuple(each.name for each in fields(Truth))
 
 
 def truth_from(

@@ -42,7 +42,7 @@ def stack(models: Sequence[Weights]) -> Weights:
     )
 
 
-def attend(
+def attend_at_query(
     weights: Weights,
     context: Float[Tensor, "batch context d_model"],
     x_query: Float[Tensor, "batch d_x"],
@@ -97,7 +97,7 @@ def head_outputs(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch hea
 def _head_outputs(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch head d_y"]:
     model = weights.model
     keys = prompts.tokens if model.attend_to_self else prompts.context_tokens
-    pattern, _, averaged = attend(weights, keys, prompts.x_query)
+    pattern, _, averaged = attend_at_query(weights, keys, prompts.x_query)
     outputs = torch.einsum("bmh,hmn->bhn", averaged, weights.OV)
     if not model.biases:
         return outputs

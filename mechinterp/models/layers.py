@@ -3,7 +3,7 @@
 Most attention weights are averages f(s_i) / sum_j f(s_j). Linear and rectified attention have the weights C s_i and
 C max(s_i, 0), which do not sum to 1. A score of -inf masks a key: its weight is exactly 0. A query without readable keys
 gets a row of zeros with finite gradients. The compiled training steps (`training.one_layer.kernel`,
-`training.general.kernel`) have their own softmax, linear and relu/L; tests compare them with this file.
+`training.general.kernel`) have their own scores; tests compare them with this file.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,10 @@ from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig
 from mechinterp.config.model import LINEAR, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+SCORE_PRODUCTS = "batch query head d, batch key head d -> batch head query key"
+AVERAGE = "batch head query key, batch key head d -> batch query head d"
+"""Products of queries and keys, and averages of values under attention weights; a query may be any row."""
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -46,7 +49,7 @@ def normed(
     return F.layer_norm(stream, w.shape, w, b, model.norm_eps)
 
 
-def rotated(
+def turned_by_position(
     heads: Float[Tensor, "*batch pos head d_head"],
     model: ModelConfig,
     *,

@@ -15,9 +15,8 @@ from mechinterp.checkpoints.io.files import printable, writing
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import counted
 from mechinterp.progress import Item, show_progress
-from mechinterp.training.run import Progress
+from mechinterp.training.run import OnLog, Progress
 
-OnLog = Callable[[Progress], None]
 """Callback with the progress of a training."""
 
 

@@ -25,7 +25,7 @@ from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.predictor import predictions_kept
+from mechinterp.models.run.ways import predictions_kept
 from mechinterp.paper import all_drawn, require_format
 from mechinterp.report import to_html
 from mechinterp.report.sections import contents_of, section_of

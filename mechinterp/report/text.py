@@ -10,7 +10,7 @@ import pandas as pd
 
 from mechinterp.analysis.number_format import LEAST_P, cell, narrow_cell
 from mechinterp.checkpoints.io.files import spelled
-from mechinterp.display import ROWS
+from mechinterp.display import ROWS_SHOWN
 
 LEAST_WIDTH = 40
 RELATIONS = "=<>±∝≥≤−"
@@ -67,7 +67,7 @@ def frame_text(
         wide: True: show all rows, and standard errors in columns of their own.
         least_p: Smallest p-value that can be resolved.
     """
-    shown = frame if wide else narrow(frame.head(ROWS))
+    shown = frame if wide else narrow(frame.head(ROWS_SHOWN))
     named = {name: f"{name} ({unit})" for name, unit in (units or {}).items() if unit}
     cells = {
         _signs(named.get(str(name), str(name))): [

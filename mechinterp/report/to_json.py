@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.folder import Outline
+    from mechinterp.checkpoints.plain_modules import HookedModule
 
 SURE_GROUNDS = ("proven", "stated", "known")
 """Grounds of the settings that are not assumed; JSON documents show those of external files."""
@@ -15,27 +16,23 @@ SCHEMA_VERSION = 3
 """Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
 
-def to_json(name: str, checkpoint: "Checkpoint", result: "Finding") -> dict:
-    """Document with the result of an analysis of a checkpoint."""
+def to_json(name: str, model: "Checkpoint | HookedModule", result: "Finding") -> dict:
+    """Document with the result of an analysis of a model."""
     from mechinterp.analysis.result import fields_of  # loads plotly, which `info` needs not
 
-    return {**header(checkpoint), "analysis": name, **fields_of(name, result)}
+    return {**header(model), "analysis": name, **fields_of(name, result)}
 
 
-def header(checkpoint: "Checkpoint | Outline") -> dict:
-    """Common first fields of every document about a checkpoint."""
-    shape, task = checkpoint.config.model, checkpoint.task
-    number = {"task.beta_var": task.beta_variance} if "task.beta_var" in checkpoint.assumed else {}
+def header(model: "Checkpoint | HookedModule | Outline") -> dict:
+    """Common first fields of every document about a model."""
+    task, identity = model.task, model.identity
+    number = {"task.beta_var": task.beta_variance} if "task.beta_var" in model.assumed else {}
     return {
         "schema_version": SCHEMA_VERSION,
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "assumed": {**getattr(checkpoint, "assumed_and_doubt", checkpoint.assumed), **number},
-        **{n: dict(v) for n in SURE_GROUNDS if (v := checkpoint.grounds.get(n))},
-        "n_layers": shape.n_layers,
-        "n_heads": shape.n_heads,
-        "d_x": task.d_x,
-        "d_y": task.d_y,
+        **{name: identity.pop(name) for name in ("path", "format")},
+        "assumed": {**getattr(model, "assumed_and_doubt", model.assumed), **number},
+        **{n: dict(v) for n in SURE_GROUNDS if (v := model.grounds.get(n))},
+        **identity,
     }
 
 

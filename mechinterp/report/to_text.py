@@ -7,7 +7,7 @@ import pandas as pd
 from mechinterp.analysis.classified import Classified
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import Finding, Table, sentences_of, tables_of
-from mechinterp.display import ROWS
+from mechinterp.display import ROWS_SHOWN
 from mechinterp.report.text import frame_text, wrapped
 
 MOST_HEAD_LINES = 8
@@ -35,7 +35,7 @@ def _blocks(table: Table, *, wide: bool, titled: bool) -> Iterator[str]:
         if not wide:
             empty = [name for name in shown if shown[name].eq("").all()]
             shown = shown.drop(columns=[*empty, *(name for name in table.quiet if name in shown)])
-        if len(frame) > ROWS and table.by and not wide:
+        if len(frame) > ROWS_SHOWN and table.by and not wide:
             shown = shown.sort_values(table.by, ascending=False, kind="stable")
             title += f", largest {table.by.replace('_', ' ')} first"
         if titled:

@@ -2,10 +2,4 @@
 
 from mechinterp.rooms import names_of
 
-HOMES = {
-    "flow": "mechinterp.training.linear",
-    "initial_deep_weights": "mechinterp.training.general.trainer",
-    "initial_weights": "mechinterp.training.one_layer.step",
-}
-
-__getattr__ = names_of(__name__, HOMES)
+__getattr__ = names_of(__name__)

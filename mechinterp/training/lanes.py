@@ -13,6 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import config
@@ -29,6 +30,8 @@ _CLOSE = 1e-3
 
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INTEGERS = ir.VectorType(ir.IntType(32), LANES)
+_LINE = 64
+"""Bytes of a cache line. A vector that crosses two lines takes twice the time to load."""
 # a * b + c may be rounded once; nothing else is reordered, and NaN stays NaN.
 CONTRACT = ("contract",)
 
@@ -84,7 +87,7 @@ def _pointer(context, builder, kind, array, index):
 
 
 @intrinsic
-def load(_context, array, index):
+def load_lanes(_context, array, index):
     """Lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
@@ -94,7 +97,7 @@ def load(_context, array, index):
 
 
 @intrinsic
-def store(_context, array, index, value):
+def store_lanes(_context, array, index, value):
     """Store lanes at position `index` of a flat array."""
 
     def code(context, builder, signature, arguments):
@@ -183,10 +186,13 @@ def cache_folder() -> Path | None:
     return None
 
 
-def compiled(signature: Signature | None = None):
-    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable."""
+def compiled(signature: Signature | None = None, *, exact: bool = False):
+    """numba.njit. A function with a signature is compiled at once and cached on disk if that is writable.
 
-    settings = {"fastmath": {*CONTRACT}, "error_model": "numpy"}
+    Args:
+        exact: True: a * b + c is rounded twice, as written.
+    """
+    settings = {"fastmath": False if exact else {*CONTRACT}, "error_model": "numpy"}
 
     def decorate(function):
         function = unwrap(function)  # the test run wraps functions to check their types
@@ -200,6 +206,22 @@ def compiled(signature: Signature | None = None):
             config.CACHE_DIR = before
 
     return decorate
+
+
+@compiled()
+def aligned(size):
+    """Uninitialised float32 array that begins with a cache line."""
+    raw = np.empty(size + _LINE // 4, np.float32)
+    first = (-(raw.ctypes.data // 4)) % (_LINE // 4)
+    return raw[first : first + size]
+
+
+@compiled()
+def aligned_zeros(rows, size):
+    """Float32 zeros [rows, size * LANES] that begin with a cache line."""
+    array = aligned(rows * size * LANES)
+    array[:] = 0
+    return array.reshape(rows, size * LANES)
 
 
 def require_close(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

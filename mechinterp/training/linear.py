@@ -65,11 +65,11 @@ def check_heads(heads: Heads, moments: Moments) -> None:
     if heads.M.shape != moments.yz.shape:
         d_x, given = len(moments.yz), len(heads.M)
         raise ValueError(f"heads must have d_x = {d_x} as the moments have, got {given}.")
-    if not flatten(heads).any():
+    if not flat_heads(heads).any():
         raise ValueError("heads must not be zero: zero weights never move.")
 
 
-def flatten(heads: Heads) -> Float[np.ndarray, "*stack weight"]:
+def flat_heads(heads: Heads) -> Float[np.ndarray, "*stack weight"]:
     """All weights of heads in one array, along its last axis."""
     stack = heads.v.shape[:-1]
     return np.concatenate([part.reshape(*stack, -1) for part in vars(heads).values()], axis=-1)
@@ -201,7 +201,7 @@ def flow(
         raise ValueError(f"times must rise from 0 or later to at most duration {duration}.")
     from scipy.integrate import DOP853, LSODA  # slow to import
 
-    start, directions, velocity = flatten(heads), modes(moments), velocity_of(heads, moments)
+    start, directions, velocity = flat_heads(heads), modes(moments), velocity_of(heads, moments)
     kind = LSODA if start.size <= LARGEST_IMPLICIT else DOP853
     solver = kind(lambda _, y: velocity(y), 0.0, start, duration / tau, rtol=1e-9, atol=1e-13)
     wanted = None if times is None else times / tau
@@ -224,7 +224,7 @@ def record(
     """Flow from the flat weights at given times, with -dL/dt and the learned fractions."""
     path = unflatten(heads, states)
     M = path.M
-    velocity = flatten(path.velocity(moments.gradient(M)))
+    velocity = flat_heads(path.velocity(moments.gradient(M)))
     return Flow(
         time=time,
         loss=moments.loss(M),
@@ -362,7 +362,7 @@ def _states(
 ) -> Float[np.ndarray, "row weight"]:
     """Flat weights at the given steps of gradient descent on the moments."""
     velocity = velocity_of(heads, moments)
-    state, rate = flatten(heads), 2 * learning_rate
+    state, rate = flat_heads(heads), 2 * learning_rate
     states = []
     for n_steps, row in zip(np.diff(rows, prepend=0).tolist(), rows.tolist(), strict=True):
         # Overflow within these steps is noticed after them.
@@ -541,7 +541,7 @@ def moments_bytes(config: ExperimentConfig) -> int:
     # Fourth moments and arrays derived from them; per row weights, velocity and M, and the layer's weights.
     layer = config.model.n_heads * config.d_model * (4 * config.d_model)
     floats = 8 * task.d_x**4 + n_rows * (
-        8 * flatten(initial_heads(config)).size + 4 * task.d_x**2 + 4 * layer
+        8 * flat_heads(initial_heads(config)).size + 4 * task.d_x**2 + 4 * layer
     )
     chunk = min(task.n_sequences or 0, _CHUNK)
     return 8 * (floats + 4 * chunk * (prompt_bytes(task, width=1) + task.d_x**2))

@@ -25,7 +25,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.interrupts import uninterrupted
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
@@ -37,7 +37,7 @@ ORDER = "stacked"
 SAVE_SECONDS = 30.0
 """Seconds between two writes of the state file."""
 ROUNDED_UP_TO = 64
-CHUNK_BYTES = 2**24
+BATCH_CHUNK_BYTES = 2**24
 """Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
 _LOSSES = ("loss", "eval_loss")
 """First parts of the names of the history's losses; each has one number per model."""
@@ -153,7 +153,7 @@ def _require_range(train: TrainConfig, step: int, tensors: Mapping[str, Tensor])
     """Refuse steps outside the run, and tensors whose sizes do not fit together."""
     if not 0 <= step <= train.steps:
         raise ValueError(f"step must lie in 0 to {train.steps}, got {step}")
-    rows = named(tensors, "row.")
+    rows = with_prefix(tensors, "row.")
     steps = rows["step"].tolist()
     logged = range(0, step, train.log_every)
     if steps != [*logged[: len(steps)], step]:
@@ -161,7 +161,7 @@ def _require_range(train: TrainConfig, step: int, tensors: Mapping[str, Tensor])
     for name, row in rows.items():
         if len(row) != len(steps):
             raise ValueError(f"rows of {name} must be {len(steps)}, got {len(row)}")
-    for at, flat in named(tensors, "snapshot.").items():
+    for at, flat in with_prefix(tensors, "snapshot.").items():
         if int(at) > step or int(at) not in train.snapshot_steps:
             raise ValueError(f"a snapshot must be of a step of the run, got {at}")
         if flat.shape != tensors["flat"].shape:
@@ -175,7 +175,7 @@ def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:
     return {name: from_dict(document) for name, document in documents.items()}
 
 
-def named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Tensors whose names begin with a prefix, by the rest of the name."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
@@ -195,7 +195,7 @@ class NamedTensors(Protocol):
         """Copy with these tensors."""
 
 
-Form = TypeVar("Form", bound=NamedTensors)
+Trained = TypeVar("Trained", bound=NamedTensors)
 """Type of the trained weights."""
 
 
@@ -216,6 +216,10 @@ class Progress:
     @property
     def seconds_left(self) -> float:
         return (self.steps - self.step) / self.steps_per_second
+
+
+OnLog = Callable[[Progress], None]
+"""Function that is called with the progress at every logged step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +252,7 @@ class TrainedModel:
         )
 
 
-class Run(ABC, Generic[Form]):
+class TrainingRun(ABC, Generic[Trained]):
     """Models in training with Adam: weights, gradient and moments as flat tensors, and the rows logged so far."""
 
     models: dict[str, ExperimentConfig]
@@ -256,7 +260,7 @@ class Run(ABC, Generic[Form]):
     """Config of the first model; the models share all settings that are read from it."""
     tasks: tuple[TaskConfig, ...]
     """Distinct tasks of these models."""
-    weights: Form
+    weights: Trained
     """Weights by name, as views of `flat`."""
     flat: Tensor
     """All weights, concatenated."""
@@ -277,7 +281,7 @@ class Run(ABC, Generic[Form]):
     def __init__(
         self,
         models: Mapping[str, ExperimentConfig],
-        start: Form,
+        start: Trained,
         loss_sum: Tensor,
         *,
         device: torch.device | str,
@@ -309,7 +313,7 @@ class Run(ABC, Generic[Form]):
         self._record()
 
     @classmethod
-    def restore(cls, file: Path, *, device: str = "cpu") -> "Run[Form]":
+    def restore(cls, file: Path, *, device: str = "cpu") -> "TrainingRun[Trained]":
         """Run restored from a state file.
 
         Raises:
@@ -335,12 +339,17 @@ class Run(ABC, Generic[Form]):
         """Further columns of a history row beside step and losses: one number per head, with heads as the last axis."""
 
     @abstractmethod
-    def _model(self, index: int, weights: Form) -> Weights:
+    def _model(self, index: int, weights: Trained) -> Weights:
         """Weights of the model with this index, from the weights of all models."""
 
     def _measured_of(self, index: int, rows: Tensor) -> Tensor:
         """Rows of a measured column, [row, ..., head], of the model with this index."""
         return rows
+
+    @property
+    def _numbers(self) -> Numbers | None:
+        """Function that draws standard normal numbers; None: torch."""
+        return None
 
     @property
     def device(self) -> torch.device:
@@ -471,7 +480,11 @@ class Run(ABC, Generic[Form]):
                 )
                 length = self._length(step, draw, longest)
             chunks = batch_chunks(
-                task, n_prompts, generator=draw, context_length=length, dtype=dtype
+                *(task, n_prompts),
+                generator=draw,
+                context_length=length,
+                dtype=dtype,
+                numbers=self._numbers,
             )
             every.append(chunks if d_x == task.d_x else (narrowed(each, d_x) for each in chunks))
         return zip(*every, strict=True)
@@ -499,7 +512,7 @@ class Run(ABC, Generic[Form]):
         Raises:
             ValueError: If the shapes in the state differ from those of this run.
         """
-        rows, snapshots = named(stored, "row."), named(stored, "snapshot.")
+        rows, snapshots = with_prefix(stored, "row."), with_prefix(stored, "snapshot.")
         if rows.keys() != self.rows.keys():
             raise ValueError(f"rows must be of {', '.join(self.rows)}, got {', '.join(rows)}")
         for name, row in rows.items():
@@ -529,7 +542,9 @@ class Run(ABC, Generic[Form]):
         return loss[torch.isfinite(loss)].mean().item()
 
 
-def train_run(run: Run, file: Path, *, on_log: Callable[[Progress], None] | None = None) -> float:
+def train_run(
+    run: TrainingRun, file: Path, *, on_log: Callable[[Progress], None] | None = None
+) -> float:
     """Train to the end, saving the state every SAVE_SECONDS; returns the seconds spent.
 
     A first Ctrl-C waits for the next logged step, whose state is then saved; a second one ends the training at once.
@@ -586,11 +601,13 @@ def batch_chunks(
     generator: torch.Generator,
     context_length: int | None = None,
     dtype: torch.dtype = torch.float32,
+    numbers: Numbers | None = None,
 ) -> Iterator[Prompts]:
     """Fresh prompts of a batch, in chunks of at most CHUNK_BYTES.
 
     Args:
         context_length: Pairs per prompt; None: the task's own.
+        numbers: Function that draws standard normal numbers; None: torch.
     Example:
         >>> from mechinterp.icl.prompts import generator_for
         >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
@@ -599,12 +616,18 @@ def batch_chunks(
     size = largest_chunk(task)
     for start in range(0, n_prompts, size):
         n = min(size, n_prompts - start)
-        yield draw_prompts(task, n, generator=generator, context_length=context_length, dtype=dtype)
+        yield draw_prompts(
+            *(task, n),
+            generator=generator,
+            context_length=context_length,
+            dtype=dtype,
+            numbers=numbers,
+        )
 
 
 def largest_chunk(task: TaskConfig) -> int:
     """Largest number of prompts of a batch that are drawn at once."""
-    return max(1, CHUNK_BYTES // prompt_bytes(task))
+    return max(1, BATCH_CHUNK_BYTES // prompt_bytes(task))
 
 
 def narrowed(prompts: Prompts, d_x: int) -> Prompts:
@@ -637,7 +660,7 @@ def flattened(weights: NamedTensors) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in weights.tensors.values()])
 
 
-def views(flat: Tensor, like: Form) -> Form:
+def views(flat: Tensor, like: Trained) -> Trained:
     """Weights that are views of a flat tensor, with the names and shapes of `like`."""
     shapes = {name: tensor.shape for name, tensor in like.tensors.items()}
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -645,7 +668,7 @@ def views(flat: Tensor, like: Form) -> Form:
     return like.with_tensors({name: part.view(shape) for (name, shape), part in named_parts})
 
 
-def own(weights: Form) -> Form:
+def own(weights: Trained) -> Trained:
     """Copy of weights on the CPU, not changed by later steps."""
     return weights.with_tensors({name: t.cpu().clone() for name, t in weights.tensors.items()})
 

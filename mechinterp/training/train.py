@@ -21,21 +21,23 @@ import torch
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load, require_fit
 from mechinterp.checkpoints.io.files import CheckpointError, delete_leftovers
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
-from mechinterp.checkpoints.native.folder import (
-    FILES,
-    document_file,
-    named_config,
-    read_document,
-    read_history,
-    require_own_table,
-)
+from mechinterp.checkpoints.native.document import named_config, read_document
+from mechinterp.checkpoints.native.folder import FILES, document_file, read_history
+from mechinterp.checkpoints.native.tables import require_own_table
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.linear import moments_bytes, train_linear
 from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import Progress, Run, stored_models, stored_origin, train_run
+from mechinterp.training.run import (
+    OnLog,
+    Progress,
+    TrainingRun,
+    stored_models,
+    stored_origin,
+    train_run,
+)
 
 LOCK = ".lock"
 RESULTS = "results.parquet"
@@ -67,7 +69,6 @@ Models = Mapping[str, ExperimentConfig]
 """Configs by name of the model."""
 Jobs = Mapping[Path, Models]
 """Models to train together, by the file with their training state."""
-OnLog = Callable[[Progress], None]
 Engine = Callable[[Jobs, OnLog | None], Iterator[TrainingSummary]]
 
 
@@ -139,7 +140,9 @@ def train_job(
         return TrainingSummary(folders, run.step - first_step, seconds, loss, run.diverged)
 
 
-def _started(file: Path, models: Models, start: Checkpoint | None, device: str) -> Run[Weights]:
+def _started(
+    file: Path, models: Models, start: Checkpoint | None, device: str
+) -> TrainingRun[Weights]:
     """The run in a state file, or a new one, which is written there.
 
     Raises:
@@ -242,7 +245,7 @@ def train_one(
     """
     models = {".": config}
     summary = train_models(models, folder, resume=resume, engine=engine, on_log=on_log)
-    require_finite(models, Path(folder), summary)
+    require_no_divergence(models, Path(folder), summary)
     return summary
 
 
@@ -294,7 +297,7 @@ def train(
     return load(out)
 
 
-def require_finite(models: Models, run_folder: Path, summary: TrainingSummary) -> None:
+def require_no_divergence(models: Models, run_folder: Path, summary: TrainingSummary) -> None:
     """Refuse a run in which models diverged.
 
     Raises:

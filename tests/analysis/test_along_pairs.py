@@ -11,7 +11,8 @@ import torch
 from analyses.recurrent import learners as make
 from mechinterp import TaskConfig, load, name_algorithm
 from mechinterp.analysis.multi_layer.naming_rules import UNDETERMINED
-from mechinterp.icl.algorithm import PromptMoments, fit_algorithm, scalar_errors
+from mechinterp.icl.algorithm import PromptMoments
+from mechinterp.icl.algorithm_fits import fit_algorithm, scalar_errors
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import kalman, ridge
 from mechinterp.icl.prompts import draw_prompts

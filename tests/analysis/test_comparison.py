@@ -15,7 +15,8 @@ from mechinterp.analysis.comparison import MAX_POINTS, Comparison, compare, mode
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.native.folder import COLUMNS, write_own_table
+from mechinterp.checkpoints.native.folder import HISTORY_COLUMNS
+from mechinterp.checkpoints.native.tables import write_own_table
 from mechinterp.config import ExperimentConfig, TaskConfig, override, value_of
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, kernel_head, zero_head
 from mechinterp.models.heads import stack
@@ -123,7 +124,7 @@ MODELS = {
 def run_folder(tmp_path: Path) -> Path:
     """Three heads of which two make a step of size 0.88, and a kernel head, with the history of the first."""
     step = stack([debiased_gradient_step(0.88, 0.02, d_x=5), zero_head(d_x=5)])
-    columns = {"step": [0, 7], "head": [0, 0]} | {name: [0.0, 0.0] for name in COLUMNS}
+    columns = {"step": [0, 7], "head": [0, 0]} | {name: [0.0, 0.0] for name in HISTORY_COLUMNS}
     losses = {"loss": [float("nan"), 0.25], "eval_loss": [1.0, 0.5]}
     history = pd.DataFrame(columns | losses)
     save(tmp_path / "step", MODELS["step"], step, step=7, history=history)

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -508,6 +508,27 @@ def test_several_layers_are_no_minimum_of_other_prompts_within_seconds():
     assert not found.is_minimum
     assert found.fall > 2 * FALL
     assert "by at least" in found.reason
+
+
+def test_all_weights_of_a_hooked_module_are_those_of_the_module():
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0) for _ in range(2)]
+    module = nn.Sequential(*layers, nn.Linear(4, 1)).double().eval()
+    hooked = hook_module(module, task=TaskConfig(d_x=3, context_length=6))
+    prompts = sample_prompts(hooked, 8)
+    loss = predictor_loss(hooked, prompts, weights="*")
+    assert loss.at == pytest.approx(flat(module.parameters()), abs=0)
+    torch.manual_seed(1)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    error = module(prompts.tokens.double())[:, -1] - prompts.y_query
+    error.square().mean().backward()
+    values, gradients = loss.function(flat(module.parameters())[None])
+    assert values[0] == pytest.approx(error.square().mean().item(), rel=1e-12)
+    assert gradients[0] == pytest.approx(flat(p.grad for p in module.parameters()), abs=1e-12)
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> np.ndarray:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).numpy()
 
 
 def test_a_hooked_module_is_sampled_by_its_own_names():

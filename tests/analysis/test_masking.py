@@ -48,8 +48,9 @@ def replacements(predictor, prompts, method):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    for backend in (general, hooks, one_layer, token_map):
+    for backend in (general, hooks, token_map):
         monkeypatch.setattr(backend, "CHUNK", 8)
+    monkeypatch.setattr(one_layer, "CHUNK_OF_ONE_LAYER", 8)
 
 
 def assert_as_by_hooks(model, prompts, masks, method):

@@ -47,7 +47,8 @@ from mechinterp.models.constructions.descent import (
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError
-from mechinterp.models.run.predictor import Predictor, predictor_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights, stacked
 from tests.conftest import refused, sampled
 from tests.models.test_layered_models import encoder, garg, read_encoder, read_gpt2

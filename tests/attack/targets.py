@@ -21,7 +21,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io import locks as claims
 from mechinterp.checkpoints.load import TARGETS, convert
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.checkpoints.native.folder import MARK, write_own_table
+from mechinterp.checkpoints.native.tables import MARK, write_own_table
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.report.page import write_page
 from mechinterp.report.to_csv import write_table
@@ -164,7 +164,7 @@ NAMES = (
     *(".lock", ".mechinterp", ".training-0.lock", "training-0.safetensors", "notes.txt", "model/config.json"),
     *("model/model.safetensors", "model/notes.txt", ".config.json.abcdef-1-00000000.tmp", ".x.tmp"),
 )  # fmt: skip
-CONTENTS = (b"mine", b"", b"{}", claims.MARK.encode()[:-3], b"PAR1", b"\x80\x02}.", bytes(100))
+CONTENTS = (b"mine", b"", b"{}", claims.LOCK_MARK.encode()[:-3], b"PAR1", b"\x80\x02}.", bytes(100))
 
 
 def _writers(folder: Path, checkpoint: Checkpoint) -> dict[str, Subject]:
@@ -226,7 +226,7 @@ def users_files(folder: Path) -> dict[str, object]:
 
 def is_marked(content: object) -> bool:
     """Whether a file of these bytes is one of ours, which a command may replace."""
-    marks = (claims.MARK.encode(), *MARK.values())
+    marks = (claims.LOCK_MARK.encode(), *MARK.values())
     return isinstance(content, bytes) and any(mark in content for mark in marks)
 
 

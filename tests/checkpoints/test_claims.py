@@ -21,7 +21,7 @@ from mechinterp.checkpoints.io.files import (
     write_atomically,
     write_new,
 )
-from mechinterp.checkpoints.io.locks import CLAIM, MARK, claimed, locked, settle
+from mechinterp.checkpoints.io.locks import CLAIM, LOCK_MARK, claimed, locked, settle
 from mechinterp.memory import available_memory
 from tests.checkpoints.files import assert_refused
 from tests.checkpoints.killed import killed_while_writing
@@ -59,7 +59,7 @@ def test_a_new_file_replaces_nothing(tmp_path: Path, kind: str):
     assert names(tmp_path) == ["new.csv", "other"]
 
 
-@pytest.mark.parametrize("content", ["", "mine", MARK[:-1]])
+@pytest.mark.parametrize("content", ["", "mine", LOCK_MARK[:-1]])
 def test_a_lock_that_is_not_ours_is_refused_and_left(tmp_path: Path, content: str):
     file = tmp_path / ".lock"
     file.write_text(content)
@@ -67,7 +67,7 @@ def test_a_lock_that_is_not_ours_is_refused_and_left(tmp_path: Path, content: st
     assert file.read_text() == content
     file.unlink()
     file.symlink_to(tmp_path / "target")
-    (tmp_path / "target").write_text(MARK)
+    (tmp_path / "target").write_text(LOCK_MARK)
     assert_refused(r"\.lock: cannot be locked", entered, locked(file))
     assert file.is_symlink()
     assert names(tmp_path) == [".lock", "target"]
@@ -183,7 +183,7 @@ def test_a_claim_from_elsewhere_deletes_nothing_outside_its_folder(tmp_path: Pat
     (tmp_path / "mine").write_text("mine")
     (folder / "link").symlink_to(tmp_path)
     listed = ["../mine", str(tmp_path / "mine"), "link/mine", "..", ".", "a/../../mine", "a/.."]
-    (folder / CLAIM).write_text(MARK + "\n".join(["z", *listed]) + "\n")
+    (folder / CLAIM).write_text(LOCK_MARK + "\n".join(["z", *listed]) + "\n")
     settle(folder)
     assert names(tmp_path) == ["mine", "u", "u/link"]
 

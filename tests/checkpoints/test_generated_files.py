@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, piece_of
 from mechinterp.checkpoints.foreign.settings import COUNTS
-from mechinterp.checkpoints.io.tensor_files import WRAPPERS
+from mechinterp.checkpoints.io.trees import WRAPPERS
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import SCORES
 from mechinterp.icl.prompts import draw_prompts

@@ -13,7 +13,7 @@ import pytest
 
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.native import folder as tables
+from mechinterp.checkpoints.native import tables
 from mechinterp.config import ExperimentConfig
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import without_hashes

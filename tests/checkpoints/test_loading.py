@@ -13,7 +13,7 @@ from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import checkpoint_paths, convert
 from mechinterp.checkpoints.native.exchange import hooked_state
-from mechinterp.checkpoints.native.folder import COLUMNS
+from mechinterp.checkpoints.native.folder import HISTORY_COLUMNS
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused
@@ -21,7 +21,7 @@ from tests.checkpoints.files import read as load
 from tests.conftest import assert_same
 
 CONFIG = ExperimentConfig()
-HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in COLUMNS}})
+HISTORY = pd.DataFrame({"step": [0], "head": [0], **{name: [0.5] for name in HISTORY_COLUMNS}})
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.native.folder import WEIGHTS, outline_of
+from mechinterp.checkpoints.native.folder import WEIGHTS_FILE, outline_of
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.models.weights import Weights
@@ -94,10 +94,10 @@ def holding(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
     """A tensor becomes another; None leaves it out."""
 
     def spoil(folder: Path):
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS_FILE)
         changed = change(tensors.pop(f"blocks.0.attn.{name}"))
         others = {} if changed is None else {f"blocks.0.attn.{name}": changed}
-        save_file(tensors | others, folder / WEIGHTS)
+        save_file(tensors | others, folder / WEIGHTS_FILE)
 
     return spoil
 
@@ -111,7 +111,7 @@ def with_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def cut(folder: Path):
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-7])
+    (folder / WEIGHTS_FILE).write_bytes((folder / WEIGHTS_FILE).read_bytes()[:-7])
 
 
 BAD_CONFIGS: dict[str, Spoil] = {
@@ -124,7 +124,7 @@ BAD_CONFIGS: dict[str, Spoil] = {
 }
 W_Q = "blocks.0.attn.W_Q"
 BAD_WEIGHTS: dict[str, Spoil] = {
-    "does not exist": lambda folder: (folder / WEIGHTS).unlink(),
+    "does not exist": lambda folder: (folder / WEIGHTS_FILE).unlink(),
     f"{W_Q} must have shape (3, 5, 4), got (2, 5, 4)": claiming("model", "n_heads", 3),
     f"{W_Q} must have shape (2, 5, 4), got (2, 4, 5)": holding("W_Q", lambda t: t.mT.contiguous()),
     "blocks.0.attn.W_K is missing": holding("W_K", lambda tensor: None),
@@ -135,7 +135,7 @@ BAD_WEIGHTS: dict[str, Spoil] = {
 }
 BAD = {
     **{words: (CONFIG_FILE, spoil) for words, spoil in BAD_CONFIGS.items()},
-    **{words: (WEIGHTS, spoil) for words, spoil in BAD_WEIGHTS.items()},
+    **{words: (WEIGHTS_FILE, spoil) for words, spoil in BAD_WEIGHTS.items()},
 }
 READ_WITH_NUMBERS = ("must hold floating-point", "x columns")
 """What an outline does not see."""

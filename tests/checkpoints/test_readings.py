@@ -18,7 +18,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign import candidates as cases
 from mechinterp.checkpoints.foreign import score
 from mechinterp.checkpoints.foreign.agreed import agreed_label, readings_note
-from mechinterp.checkpoints.foreign.described import MOST_SHOWN
+from mechinterp.checkpoints.foreign.described import MOST_READINGS_SHOWN
 from mechinterp.checkpoints.foreign.doubts import advice, tied
 from mechinterp.checkpoints.foreign.score import Reading, ranked
 from mechinterp.checkpoints.load import convert
@@ -97,7 +97,7 @@ def test_readings_are_told_with_their_loss_and_kept(tmp_path: Path):
     assert torch.equal(checkpoint.weights.W_Q, checkpoint.readings[0].weights.W_Q)
     assert checkpoint.assumed["model.score"] == checkpoint.config.model.score == "linear/L"
     losses = [each.loss for each in checkpoint.readings]
-    assert [each["loss"] for each in checkpoint.assumed["readings"]] == losses[:MOST_SHOWN]
+    assert [each["loss"] for each in checkpoint.assumed["readings"]] == losses[:MOST_READINGS_SHOWN]
     result = classify(checkpoint, **FEW)
     assert result.label == "undetermined"
     for part in ("--score", "linear_gd", "kernel_regression"):

@@ -11,7 +11,7 @@ import torch
 from mechinterp.analysis.over_steps import over_steps
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import convert, runs_among, steps_of
-from mechinterp.checkpoints.runs import N_PROMPTS
+from mechinterp.checkpoints.runs import EVAL_PROMPTS
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts
 from tests.checkpoints.files import assert_refused
@@ -68,7 +68,7 @@ def test_a_head_stays_the_same_head_and_is_read_in_one_way(folder: Path, read_ru
 @pytest.mark.slow
 def test_losses_are_on_the_same_prompts(read_run: Checkpoint):
     run = read_run
-    prompts = evaluation_prompts(run, n_prompts=N_PROMPTS)
+    prompts = evaluation_prompts(run, n_prompts=EVAL_PROMPTS)
     history = run.history
     assert history["step"].tolist() == [step for step in STEPS for _ in range(2)]
     for step, rows in history.groupby("step"):
@@ -76,7 +76,7 @@ def test_losses_are_on_the_same_prompts(read_run: Checkpoint):
         error = (predict(heads, prompts) - prompts.y_query).square().mean(1).double()
         np.testing.assert_allclose(rows["eval_loss"], float(error.mean()), rtol=1e-5)
         np.testing.assert_allclose(
-            rows["eval_loss_sem"], float(error.std()) / N_PROMPTS**0.5, rtol=1e-5
+            rows["eval_loss_sem"], float(error.std()) / EVAL_PROMPTS**0.5, rtol=1e-5
         )
         np.testing.assert_allclose(rows["omega"], heads.omega.mean(1), rtol=1e-4, atol=1e-7)
         outputs = head_outputs(heads, prompts).double()[..., 0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
-from mechinterp.checkpoints.native.folder import named_config
+from mechinterp.checkpoints.native.document import named_config
 from mechinterp.config import override
 from mechinterp.presets import preset
 from tests.conftest import CHECKPOINTS, Run, python

@@ -130,7 +130,7 @@ def test_info(run: Run, trained: Path):
         ("sweep here.json", ["--out"]),
         ("report x", ["--out", "mechinterp report --help"]),
         ("sweep here.json --out run", ["here.json", "does not exist"]),
-        ("classify", ["PATH"]),
+        ("classify", ["MODEL"]),
         ("classify --n-prompts 1 softmax-h1-s0", ["n_prompts", ">= 8", "got 1."]),
         ("compare-learners gone --context-length 0", ["--context-length", "1", "0"]),
         ("compare-learners gone --seed -1", ["--seed", "0", "-1"]),

@@ -26,7 +26,7 @@ from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import step as pack_module
 from mechinterp.training.one_layer.step import Pack, by_tensors
-from mechinterp.training.run import Batch, Run, batch_chunks
+from mechinterp.training.run import Batch, TrainingRun, batch_chunks
 from tests.benchmarks import plain
 from tests.evidence import stamp
 from tests.gpu.machine import described, gpus, state
@@ -99,7 +99,7 @@ def tensor_operations() -> Iterator[None]:
         pack_module.loss_and_gradients = before
 
 
-def updates(run: Run, steps: int) -> None:
+def updates(run: TrainingRun, steps: int) -> None:
     for step in range(steps):
         run.update(step)
 

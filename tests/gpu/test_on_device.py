@@ -24,7 +24,7 @@ from mechinterp.presets import preset
 from mechinterp.training import run as running
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.step import Pack, initial_weights, loss_and_gradients, membership
-from mechinterp.training.run import Run
+from mechinterp.training.run import TrainingRun
 from tests.conftest import ROUNDING, sampled
 from tests.gpu.bench import replayed
 from tests.training.test_trainer import finished
@@ -104,7 +104,7 @@ def deep_models(kind: str) -> dict[str, ExperimentConfig]:
     return {"model": ExperimentConfig(SMALL, model, train)}
 
 
-KINDS: dict[str, tuple[type[Run], dict[str, ExperimentConfig]]] = {
+KINDS: dict[str, tuple[type[TrainingRun], dict[str, ExperimentConfig]]] = {
     "pack": (Pack, pack_models(3)),
     **{kind: (DeepRun, deep_models(kind)) for kind in DEEP},
 }
@@ -123,7 +123,7 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "draw_prompts", drawn)
 
 
-def trained(run: Run) -> Tensor:
+def trained(run: TrainingRun) -> Tensor:
     return finished(run).flat.detach().cpu()
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.algorithm import TOLERANCE, Algorithm, PromptMoments, fit_algorithm
+from mechinterp.icl.algorithm import Algorithm, PromptMoments
+from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import draw_prompts, generator_for

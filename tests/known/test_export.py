@@ -10,7 +10,7 @@ import pytest
 
 from analyses.known.export import export
 from mechinterp.known import Suite, suite
-from mechinterp.known.entries import NAMES
+from mechinterp.known.truth import TRUTH_NAMES
 from tests.conftest import python, refused
 
 LONGEST = 30
@@ -76,7 +76,7 @@ def test_numpy_alone_reads_equal_truths(archive: Path, chosen: Suite):
     assert entries.keys() == chosen.keys()
     n_arrays = 0
     for name, entry in chosen.items():
-        for answer in NAMES:
+        for answer in TRUTH_NAMES:
             known, stated = getattr(entry.truth, answer), entries[name]["truth"].get(answer)
             assert (known is None) == (stated is None)
             if known is None:

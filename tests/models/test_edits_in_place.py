@@ -17,7 +17,8 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.constructions.stack import stack_of_layers
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.predictor import predictions_kept, predictor_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.ways import predictions_kept
 from tests.conftest import assert_close_to_rounding, refused
 
 TASK = TaskConfig(d_x=5, context_length=40)

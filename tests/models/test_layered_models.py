@@ -17,7 +17,7 @@ from mechinterp.checkpoints.foreign.settings import Stored, settled
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.layers import rotated
+from mechinterp.models.layers import turned_by_position
 from mechinterp.models.run import hooks
 from mechinterp.models.run.general import masked_predictions, predict_deep, query_patterns
 from mechinterp.models.run.predictor import predictor_of
@@ -271,7 +271,9 @@ def test_two_entries_turn_by_their_position():
     """With two entries both pairings are one rotation by the position itself, in radians."""
     heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
     for adjacent in (False, True):
-        turned = rotated(heads, ModelConfig(rotary_dim=2, rotary_adjacent_pairs=adjacent))
+        turned = turned_by_position(
+            heads, ModelConfig(rotary_dim=2, rotary_adjacent_pairs=adjacent)
+        )
         expected = torch.tensor([[math.cos(t), math.sin(t)] for t in range(3)])
         torch.testing.assert_close(turned[:, 0], expected)
 
@@ -283,17 +285,17 @@ def test_halves_are_those_of_llama_and_pairs_those_of_gptj():
     both = torch.cat([angle, angle], -1)[None]
     theirs = llama.apply_rotary_pos_emb(q, k, both.cos(), both.sin(), unsqueeze_dim=2)
     for one, other in zip((q, k), theirs, strict=True):
-        torch.testing.assert_close(rotated(one, HALVES), other)
+        torch.testing.assert_close(turned_by_position(one, HALVES), other)
     sin, cos = angle.sin()[None], angle.cos()[None]
-    torch.testing.assert_close(rotated(q, PAIRS), gptj.apply_rotary_pos_emb(q, sin, cos))
+    torch.testing.assert_close(turned_by_position(q, PAIRS), gptj.apply_rotary_pos_emb(q, sin, cos))
 
 
 def test_entries_behind_the_turned_ones_stay_and_later_rows_turn_further():
     heads = torch.randn(6, 1, 5)
-    turned = rotated(heads, HALVES)
+    turned = turned_by_position(heads, HALVES)
     assert torch.equal(turned[..., 4:], heads[..., 4:])
-    torch.testing.assert_close(rotated(heads[4:], HALVES, first=4), turned[4:])
-    assert rotated(heads, ModelConfig()) is heads
+    torch.testing.assert_close(turned_by_position(heads[4:], HALVES, first=4), turned[4:])
+    assert turned_by_position(heads, ModelConfig()) is heads
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
@@ -311,7 +313,7 @@ def test_rotary_weights_alone_run_as_the_hooked_model_does(adjacent: bool):
     patterns = torch.stack([cache["pattern", layer][:, :, -1] for layer in range(2)])
     torch.testing.assert_close(query_patterns(model.weights, prompts), patterns)
     q, turned = cache["blocks.0.attn.hook_q"], cache["blocks.0.attn.hook_rot_q"]
-    torch.testing.assert_close(rotated(q, model.cfg.model), turned)
+    torch.testing.assert_close(turned_by_position(q, model.cfg.model), turned)
 
 
 @pytest.mark.parametrize(

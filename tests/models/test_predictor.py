@@ -16,7 +16,8 @@ from mechinterp.models.hooked import runner
 from mechinterp.models.hooked.masks import METHODS, Head
 from mechinterp.models.hooked.runner import hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.predictor import predictions_kept, predictor_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.ways import predictions_kept
 from mechinterp.models.weights import Weights
 from tests.conftest import assert_close_to_rounding, refused, sampled
 from tests.deep_models import GPT2

@@ -20,7 +20,8 @@ from mechinterp.models.recurrence import Memory
 from mechinterp.models.run.general import predictions, predictions_at_every
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
-from mechinterp.training.general.trainer import initial_deep_weights, loss_and_gradients
+from mechinterp.training.general.step import loss_and_gradients
+from mechinterp.training.general.trainer import initial_deep_weights
 from tests.conftest import assert_close_to_rounding, refused
 from tests.deep_models import random_model
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from mechinterp.config import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
 from mechinterp.config.model import LINEAR, OVER_PAIRS
 from mechinterp.models.layers import (
+    AVERAGE,
     attention_pattern,
     is_normalised,
     pattern_and_slope,
     score_derivative_at_zero,
 )
-from mechinterp.models.run.general import AVERAGE, attend, pattern_of
+from mechinterp.models.run.general import attend, pattern_of
 
 SLOPE = 0.7
 F = {

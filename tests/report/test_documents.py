@@ -25,7 +25,7 @@ from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import stack
-from mechinterp.report.text import ROWS, frame_text, wrapped
+from mechinterp.report.text import ROWS_SHOWN, frame_text, wrapped
 from mechinterp.report.to_csv import write_csv, write_table
 from mechinterp.report.to_json import dumps, to_json
 from mechinterp.report.to_text import MOST_HEAD_LINES, classification_text, to_text
@@ -120,7 +120,7 @@ def test_a_table_has_at_most_twenty_rows_unless_all_are_asked_for(narrow):
     frame = pd.DataFrame({"head": range(30), "rise": np.linspace(0, 1, 30), "rise_sem": 0.1})
     units = {"rise": "y²"}
     *rows, more = frame_text(frame, units).splitlines()
-    assert (len(rows), more) == (1 + ROWS, f"... and {30 - ROWS} more rows: --wide")
+    assert (len(rows), more) == (1 + ROWS_SHOWN, f"... and {30 - ROWS_SHOWN} more rows: --wide")
     assert rows[2].split() == ["1", "0.0", "±", "0.1"]
     wide = frame_text(frame, units, wide=True).splitlines()
     assert len(wide) == 32

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.io.locks import MARK, locked
+from mechinterp.checkpoints.io.locks import LOCK_MARK, locked
 from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training.ray import train_anywhere, train_on_ray
@@ -126,7 +126,7 @@ def test_ray_that_is_started_here_is_reached_from_here_alone(tmp_path: Path):
 
 def test_locks_that_killed_workers_left_are_deleted(tmp_path: Path):
     for name in (".training-0.lock", ".training-7.lock"):
-        (tmp_path / name).write_text(MARK)
+        (tmp_path / name).write_text(LOCK_MARK)
     (tmp_path / ".training-8.lock").write_text("mine")
     models = {"flow": MODELS["flow"]}
     assert train_models(models, tmp_path).steps == 400

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig
+from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
-from mechinterp.training.general.attention import attend
-from mechinterp.training.general.trainer import loss_and_gradients
+from mechinterp.presets import preset
+from mechinterp.training.general import step
+from mechinterp.training.general.step import attend_for_training, loss_and_gradients
+from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.lanes import LANES
 from tests.deep_models import random_model
 
@@ -64,7 +66,7 @@ def test_step_equals_automatic_differentiation(score: str, n_layers: int, d_mode
 
 MODEL = ModelConfig(context_only=True, score_slope=1.5)
 EVERY = slice(0, None)
-COMPILED = ("linear", "linear/L", "relu/L", "softmax")
+COMPILED = ("relu/L", "softmax")
 
 
 def heads(n_rows: int, n_prompts: int = LANES + 5) -> list[torch.Tensor]:
@@ -88,7 +90,7 @@ def test_compiled_attention_equals_tensor_operations(score: str, n_rows: int, at
     model = replace(MODEL, score=score, attend_to_self=attend_to_self)
     inputs = heads(n_rows)
     expected = read_and_gradients(weights_alone.attend, inputs, model)
-    compiled = read_and_gradients(attend, [each.float() for each in inputs], model)
+    compiled = read_and_gradients(attend_for_training, [each.float() for each in inputs], model)
     assert compiled[0].grad_fn.name() == "_AttendedBackward"
     for one, other in zip(compiled, expected, strict=True):
         assert one.dtype == torch.float32
@@ -99,6 +101,48 @@ def test_compiled_attention_equals_tensor_operations(score: str, n_rows: int, at
 
 def test_a_prompt_reads_the_same_whatever_stands_beside_it():
     inputs = [each.float() for each in heads(7, 2 * LANES)]
-    whole = attend(*inputs, MODEL, EVERY)
-    part = attend(*(each[3:9] for each in inputs), MODEL, EVERY)
+    whole = attend_for_training(*inputs, MODEL, EVERY)
+    part = attend_for_training(*(each[3:9] for each in inputs), MODEL, EVERY)
     assert torch.equal(part, whole[3:9])
+
+
+WAYS = [
+    # settings of sparse-h4, dtype, what runs
+    (("score=softmax",), torch.float32, {"written out", "compiled"}),
+    (("score=relu/L",), torch.float32, {"written out", "compiled"}),
+    (("score=1+tanh",), torch.float32, {"written out"}),
+    (("score=1+Cx",), torch.float32, {"written out"}),
+    (("score=(1+Cx)^2",), torch.float32, {"written out"}),
+    (("score=softmax",), torch.float64, {"written out"}),
+    (("score=softmax", "d_model=null", "d_head=4"), torch.float32, {"written out", "compiled"}),
+    (("score=linear/L",), torch.float32, set()),
+    (("score=linear/L", "norm=before"), torch.float32, set()),
+    (("score=softmax", "norm=before"), torch.float32, {"compiled"}),
+    (("score=softmax", "d_mlp=32"), torch.float32, {"compiled"}),
+    (("score=softmax", "biases=true"), torch.float32, {"compiled"}),
+    (("score=1+tanh", "norm=before"), torch.float32, set()),
+    (("score=softmax", "norm=before"), torch.float64, set()),
+    (("score=softmax", "context_only=false"), torch.float32, set()),
+]
+
+
+@pytest.mark.parametrize(("settings", "dtype", "expected"), WAYS)
+def test_passes_by_hand_and_compiled_attention_run_for(
+    monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...], dtype: torch.dtype, expected: set
+):
+    used = set()
+
+    def noting(name: str, function):
+        return lambda *arguments: used.add(name) or function(*arguments)
+
+    monkeypatch.setattr(step, "_Forward", noting("written out", step._Forward))
+    by_kernel = step._Attention._by_kernel
+    monkeypatch.setattr(step._Attention, "_by_kernel", noting("compiled", by_kernel))
+    config = override(preset("sparse-h4"), *(f"model.{setting}" for setting in settings))
+    weights = initial_deep_weights(config).to(dtype)
+    prompts = draw_prompts(config.task, 4, seed=0, dtype=dtype, context_length=5)
+    loss, _ = step.loss_and_gradients(weights, prompts)
+    assert used == expected
+    used.clear()
+    torch.testing.assert_close(step.loss_of(weights, prompts), loss)
+    assert used == expected

@@ -18,7 +18,7 @@ from mechinterp.presets import preset
 from mechinterp.theory.linear import MergedHeads, merged_heads, separate_heads
 from mechinterp.training.linear import flow, initial_heads, task_moments, train_linear, training_set
 from mechinterp.training.one_layer.step import initial_weights
-from mechinterp.training.train import require_finite, train_models
+from mechinterp.training.train import require_no_divergence, train_models
 from tests.conftest import assert_close_to_rounding, refused
 
 SHORT = ("train.steps=400", "train.log_every=100", "train.snapshot_every=150", "train.init_std=0.1")
@@ -123,6 +123,6 @@ def test_descent_that_diverges_is_named_and_the_others_are_saved(tmp_path: Path)
     summary = train_models(models, tmp_path)
     assert summary.diverged == {"wild": None}
     with refused("wild", "train.learning_rate 30", error=CheckpointError):
-        require_finite(models, tmp_path, summary)
+        require_no_divergence(models, tmp_path, summary)
     assert load(tmp_path / "tame").step == 400
     assert not (tmp_path / "wild").exists()

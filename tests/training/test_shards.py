@@ -36,12 +36,12 @@ from mechinterp.training import run
 from mechinterp import cli
 
 run.SAVE_SECONDS = 0.0
-saved = run.Run.save
+saved = run.TrainingRun.save
 def dies(self, file):
     saved(self, file)
     if self.step >= 20:
         os.kill(os.getpid(), signal.SIGKILL)
-run.Run.save = dies
+run.TrainingRun.save = dies
 cli.main()
 """
 

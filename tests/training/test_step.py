@@ -12,7 +12,8 @@ from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
-from mechinterp.training.lanes import LANES, exponential, load, store
+from mechinterp.training.lanes import LANES, aligned, exponential, load_lanes, store_lanes
+from mechinterp.training.one_layer.kernel import set_weighted_sums, weighted_sum
 from mechinterp.training.one_layer.step import (
     by_tensors,
     initial_weights,
@@ -122,7 +123,7 @@ def test_large_scores_do_not_overflow(score: str):
 @njit(types.void(types.float32[::1], types.float32[::1]))
 def exponentials(numbers, out):
     for index in range(numbers.size // LANES):
-        store(out, index, exponential(load(numbers, index)))
+        store_lanes(out, index, exponential(load_lanes(numbers, index)))
 
 
 def exp(numbers: np.ndarray) -> np.ndarray:
@@ -145,6 +146,36 @@ def test_exponential_ends_at_its_bounds_and_hands_on_nan():
     assert np.isfinite(values[4])
     assert values[4] == values[5] == values[6]
     assert np.isnan(values[7])
+
+
+@njit
+def sums_one_by_one(values, context, sums):
+    d_model = sums.size // LANES
+    for m in range(d_model):
+        store_lanes(sums, m, weighted_sum(values, context, d_model, m))
+
+
+@pytest.mark.parametrize("d_model", [2, 3, 4, 6, 8])
+def test_sums_side_by_side_have_the_bits_of_sums_one_by_one(d_model: int):
+    random = np.random.default_rng(d_model)
+    weights, tokens = random.normal(size=(11, 1, LANES)), random.normal(size=(11, d_model, LANES))
+    values, context = (each.astype(np.float32).ravel() for each in (weights, tokens))
+    sums, expected = np.empty((2, d_model * LANES), np.float32)
+    set_weighted_sums(values, context, sums)
+    sums_one_by_one(values, context, expected)
+    np.testing.assert_array_equal(sums, expected)
+    exact, size = (weights * tokens).sum(0), np.abs(weights * tokens).sum(0)
+    rounding = 12 * np.finfo(np.float32).eps * size  # 11 products and sums, and rounded inputs
+    assert (np.abs(sums.reshape(d_model, LANES) - exact) < rounding).all()
+
+
+@njit
+def first_addresses(n):
+    return [aligned(size * LANES).ctypes.data for size in range(n)]
+
+
+def test_arrays_of_the_kernel_begin_with_a_cache_line():
+    assert not any(address % 64 for address in first_addresses(20))
 
 
 @pytest.mark.parametrize("score", ["softmax", "1+tanh", "linear/L"])

@@ -12,14 +12,14 @@ import pytest
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.checkpoints.io.files import MACHINE, CheckpointError
-from mechinterp.checkpoints.io.locks import MARK, locked
+from mechinterp.checkpoints.io.locks import LOCK_MARK, locked
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
 from mechinterp.presets import preset
 from mechinterp.training import run
 from mechinterp.training.one_layer.step import Pack
 from mechinterp.training.run import Progress
 from mechinterp.training.sweep_file import load_sweep
-from mechinterp.training.train import LOCK, require_finite, train_models
+from mechinterp.training.train import LOCK, require_no_divergence, train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import refused
 from tests.training.test_trainer import finished as finished_pack
@@ -176,7 +176,7 @@ def test_resume_skips_finished_models_and_trains_added_ones(tmp_path: Path):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_folder_that_another_process_uses_is_refused(tmp_path: Path, resume: bool):
-    (tmp_path / LOCK).write_text(MARK)  # as a killed process leaves it, which keeps nobody out
+    (tmp_path / LOCK).write_text(LOCK_MARK)  # as a killed process leaves it, which keeps nobody out
     with locked(tmp_path / LOCK), refused(tmp_path, "another process", error=CheckpointError):
         train_models(MODELS, tmp_path, resume=resume)
     assert list(tmp_path.iterdir()) == []
@@ -240,12 +240,12 @@ def test_a_model_that_diverges_is_noticed_named_and_left_out(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["tame"]
     lost = ("wild", "train.learning_rate 1e+30", "step 10")
     with refused(tmp_path, *lost, error=CheckpointError):
-        require_finite(models, tmp_path, summary)
+        require_no_divergence(models, tmp_path, summary)
 
     mended = models | {"wild": override(SMALL, "train.learning_rate=1e-2")}
     summary = train_models(mended, tmp_path, resume=True)
     assert (summary.steps, summary.diverged) == (20, {})
-    require_finite(mended, tmp_path, summary)
+    require_no_divergence(mended, tmp_path, summary)
     assert load(tmp_path / "wild").config == mended["wild"]
 
 

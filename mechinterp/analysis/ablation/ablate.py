@@ -25,7 +25,8 @@ from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import METHODS, Head, require_method
 from mechinterp.models.run.evaluation import prompts_and_law
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
 
 AT_POSITIONS = 256

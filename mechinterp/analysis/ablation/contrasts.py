@@ -11,7 +11,7 @@ from math import comb
 
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head, z_name
-from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.run.ways import Predictor
 
 MOST_SUBSET_HEADS = 12
 """Largest number of heads of which all subsets are masked."""

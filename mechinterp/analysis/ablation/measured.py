@@ -14,7 +14,8 @@ from mechinterp.analysis.stats import carried_by_few, mean_and_sem, ratio_and_se
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.predictor import Predictor, predictor_of
+from mechinterp.models.run.predictor import predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
 
 MASKS_AT_ONCE = 256

@@ -33,7 +33,8 @@ from mechinterp.display import Result, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
 from mechinterp.models.run.evaluation import prompts_and_law, stream_width
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 
 WIDE_RANGE = 100
 """Ratio of the largest to the smallest risk above which the bars use a logarithmic axis."""

@@ -23,13 +23,8 @@ from mechinterp.analysis.multi_layer.rests import Rest
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
-from mechinterp.icl.algorithm import (
-    TOLERANCE,
-    Algorithm,
-    PromptMoments,
-    fit_algorithm,
-    scalar_errors,
-)
+from mechinterp.icl.algorithm import Algorithm, PromptMoments
+from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm, scalar_errors
 
 LOOSE = 0.95
 """Algorithms of this R² at the model's own length are near: they are scored in other settings, too."""

@@ -69,7 +69,8 @@ from mechinterp.models.run.evaluation import (
     require_number,
     task_for,
 )
-from mechinterp.models.run.predictor import Learner, Predictor, Source
+from mechinterp.models.run.predictor import Learner, Source
+from mechinterp.models.run.ways import Predictor
 
 GROWTH = (1, 4, 16)
 """Numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""

@@ -22,7 +22,8 @@ from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts, require_few_numbers
-from mechinterp.models.run.predictor import Learner, Predictor, Source, is_learner, predictor_of
+from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
+from mechinterp.models.run.ways import Predictor
 
 USELESS = 0.95
 """From this excess risk on, relative to that of predicting 0, a model does not do its task."""

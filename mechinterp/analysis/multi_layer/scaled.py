@@ -11,7 +11,8 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.fits import FitScores, FitTrial
 from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED_PROMPTS, Predict
 from mechinterp.analysis.multi_layer.rests import REST_ROUNDING, reflected, rest_of
-from mechinterp.icl.algorithm import CLEARLY, Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithm_fits import CLEARLY
 
 FINE = 1e-8
 """A fit of a scaled read-out ends if a step lowers the mean square by less than this fraction."""

@@ -24,7 +24,7 @@ from mechinterp.icl.predictors import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks
 from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
-from mechinterp.models.run.predictor import Predictor
+from mechinterp.models.run.ways import Predictor
 
 MISSED = 0.02
 """Largest fraction of the prediction that a read-out of the last stream may miss."""

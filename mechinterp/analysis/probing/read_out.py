@@ -25,7 +25,8 @@ from mechinterp.models.run.evaluation import (
     task_for,
     usual_number,
 )
-from mechinterp.models.run.predictor import Predictor, Source, predictor_of
+from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
 
 READ = ("y", "model", "ridge")

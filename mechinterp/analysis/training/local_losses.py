@@ -6,7 +6,7 @@ it is a given loss, with its gradient from autograd. Entries that training does 
 fixed."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, LocalLoss, Points
@@ -24,7 +25,7 @@ from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.memory import require_memory
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import prompt_bytes
+from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
@@ -33,8 +34,8 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
 )
 from mechinterp.theory.linear import Heads, MergedHeads, Moments
-from mechinterp.training.general.trainer import loss_and_gradients as deep_loss
-from mechinterp.training.linear import flatten, sample_moments, task_moments, unflatten
+from mechinterp.training.general.step import loss_and_gradients as deep_loss
+from mechinterp.training.linear import flat_heads, sample_moments, task_moments, unflatten
 from mechinterp.training.one_layer.step import by_tensors, membership
 
 ModuleLoss = Callable[[nn.Module], Tensor]
@@ -126,7 +127,7 @@ def population_loss(
         raise ValueError(f"sampled_heads must name heads from 0 to {n_heads - 1}, got {stated}.")
     part, rest = taken(heads, chosen), taken(heads, [h for h in range(n_heads) if h not in chosen])
     fixed = rest.M if rest.v.size else np.zeros_like(moments.yz)
-    at, merged = flatten(part), isinstance(part, MergedHeads)
+    at, merged = flat_heads(part), isinstance(part, MergedHeads)
     rank = len(moments.yz) if merged else heads.K.shape[-2]  # type: ignore[union-attr]
     exact, unknown = None, ""
     try:
@@ -173,7 +174,7 @@ def _of_moments(heads: Heads, moments: Moments, fixed: np.ndarray) -> BatchLoss:
         drawn = unflatten(heads, points)
         M = drawn.M + fixed
         # The force on M is -1/2 of the gradient.
-        return moments.loss(M), -2 * flatten(drawn.velocity(moments.gradient(M)))
+        return moments.loss(M), -2 * flat_heads(drawn.velocity(moments.gradient(M)))
 
     return function
 
@@ -184,7 +185,7 @@ def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
     weights = checkpoint.weights.to(torch.float64)
     if weights.model.stack != "linear" and not weights.model.one_attention:
         length = prompts.x.shape[1]
-        needed = len(prompts) * prompt_bytes(weights, length)
+        needed = len(prompts) * pass_bytes(weights, length)
         require_memory(needed, f"a gradient on {len(prompts)} prompts of {length} pairs at once")
     base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
     free = {name: np.ones(values.shape, bool) for name, values in base.items()}
@@ -259,6 +260,7 @@ def module_loss(
     *,
     weights: str | Sequence[str] = "*",
     over: str = "the given loss",
+    names: Mapping[str, str] | None = None,
 ) -> LocalLoss:
     """Loss of a module around its parameters, in their precision.
 
@@ -270,6 +272,7 @@ def module_loss(
             "blocks.0.attn.W_*"; "blocks.0.attn.W_*[1]" is entry 1 of their first axis, in
             TransformerLens' weights head 1.
         over: Data of the loss, for the result.
+        names: Names of parameters by the names that patterns match; None: their own names.
     Raises:
         ValueError: If no parameter has such a name, an entry does not exist, or the loss is no
             single number, does not depend on these parameters, or is random.
@@ -281,8 +284,10 @@ def module_loss(
         '3 entries: *'
     """
     patterns = [weights] if isinstance(weights, str) else list(weights)
-    chosen = _chosen(module, patterns)
-    base = {name: p.detach() for name, p in module.named_parameters() if name in chosen}
+    own = {name: p.detach() for name, p in module.named_parameters()}
+    named = dict(zip(own, own, strict=True)) if names is None else names
+    chosen = _chosen({name: own[real].shape for name, real in named.items()}, patterns)
+    base = {name: own[named[name]] for name in chosen}
     parts = {
         name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()
     }
@@ -293,7 +298,7 @@ def module_loss(
     def of_one(point: Tensor) -> Tensor:
         pieces = zip(parts.items(), point.tensor_split(ends), strict=True)
         tensors = {n: _placed(base[n], piece.view_as(p), chosen[n]) for (n, p), piece in pieces}
-        return functional_call(closure, {f"module.{n}": t for n, t in tensors.items()}, ())
+        return functional_call(closure, {f"module.{named[n]}": t for n, t in tensors.items()}, ())
 
     _require_number(of_one, at)
     batched = _batched(of_one, at)
@@ -327,15 +332,20 @@ def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[
         prompts = prompts.to(torch.float64)
     hooked = predictor.hooked
     model: Any = hooked.model
-    module = model if own is not None else model.module
     inputs = hooked.inputs(prompts)
 
     def loss(_: nn.Module) -> Tensor:
-        """Loss of the hooked model, which shares its parameters with the module."""
+        """Loss of the hooked model."""
         prediction = hooked.prediction(model(inputs), prompts)
         return (prediction - prompts.y_query.to(prediction)).square().mean()
 
-    return module_loss(module, loss, weights=weights, over=f"{len(prompts)} prompts")
+    return module_loss(
+        model,
+        loss,
+        weights=weights,
+        over=f"{len(prompts)} prompts",
+        names=None if own is not None else model.parameter_names,
+    )
 
 
 class _Closure(nn.Module):
@@ -360,7 +370,12 @@ def _placed(base: Tensor, part: Tensor, rows: list[int] | None) -> Tensor:
 def _batched(of_one: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], tuple]:
     """Gradients and losses at many points: side by side, or one by one if that fails."""
     alone = grad_and_value(of_one)
-    together = vmap(alone)
+
+    # Torch's own attention has no batching rule but in this form: it would run point by point, with a warning.
+    @sdpa_kernel(SDPBackend.MATH)
+    def together(points: Tensor) -> tuple:
+        return vmap(alone)(points)
+
     try:
         together(at[None].repeat(2, 1))
     except (RuntimeError, ValueError, NotImplementedError):
@@ -370,34 +385,33 @@ def _batched(of_one: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor
 
 
 def _require_number(of_one: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    # Both with gradients, as torch may take another kernel without.
     with torch.enable_grad():
-        found = of_one(at.clone().requires_grad_())
+        found, again = (of_one(at.clone().requires_grad_()) for _ in range(2))
     if not isinstance(found, Tensor) or found.ndim or not found.is_floating_point():
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"loss must give a tensor without axes, got {got}.")
     if found.grad_fn is None:
         raise ValueError("loss must depend on the sampled parameters, got a loss without gradient.")
-    again = of_one(at)
     if not torch.equal(again, found):
         raise ValueError(f"loss must be the same at each call, got {found.item():g} and {again.item():g}; is a dropout in training mode?")  # fmt: skip
 
 
-def _chosen(module: nn.Module, patterns: Sequence[str]) -> Chosen:
-    """Parameters that match, in the module's order.
+def _chosen(shapes: Mapping[str, torch.Size], patterns: Sequence[str]) -> Chosen:
+    """Parameters that match, in the order of the given shapes.
 
     Raises:
         ValueError: If a pattern matches nothing, or an entry does not exist.
     """
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     chosen: Chosen = {}
     for pattern in patterns:
         inside = re.fullmatch(r"(.*)\[(\d+)\]", pattern)
         glob, row = (inside[1], int(inside[2])) if inside else (pattern, None)
-        names = [name for name in shapes if fnmatchcase(name, glob)]
-        if not names:
+        found = [name for name in shapes if fnmatchcase(name, glob)]
+        if not found:
             some = ", ".join(list(shapes)[:6])
             raise ValueError(f"weights must match parameters of the module ({some}, ...), got {pattern!r}.")  # fmt: skip
-        for name in names:
+        for name in found:
             if row is None:
                 chosen[name] = None
             elif row >= (shapes[name][:1] or (0,))[0]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.options import flag_of
 from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
 
 
@@ -90,7 +90,7 @@ def _deciding(pairs: Sequence[tuple[Reading, Reading]]) -> str:
         {name for name, _ in one.tried.items() ^ other.tried.items()} for one, other in pairs
     ]
     alone = [names for names in differing if len(names) == 1]
-    return " and ".join(map(option, sorted(set.union(*(alone or differing)))))
+    return " and ".join(map(flag_of, sorted(set.union(*(alone or differing)))))
 
 
 def readings_note(source: object) -> str:

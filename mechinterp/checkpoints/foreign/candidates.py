@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.assemble import Tried, architecture, assembled, columns
 from mechinterp.checkpoints.foreign.formats import BARE, Format
 from mechinterp.checkpoints.foreign.names import ROTARY, Tensors
-from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, settle
+from mechinterp.checkpoints.foreign.options import COLUMNS, JOINS, SIGNS, Hints, stated_or_given
 from mechinterp.checkpoints.foreign.parts import Parts
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.config.model import LAYOUTS, MLP_NORM, NORMS
@@ -87,7 +87,7 @@ def given_choices(hints: Hints, settings: Mapping[str, object]) -> dict[str, obj
     stated = ("score", "scale", "columns", "attend_to_self", "sign", "orientation", "output_column")
     for name in stated:
         if (value := getattr(hints, name)) is not None:
-            choices[name] = settle(name, choices.get(name), value)
+            choices[name] = stated_or_given(name, choices.get(name), value)
     return choices
 
 
@@ -130,7 +130,7 @@ def choices_of(parts: Parts, form: Format, given: Mapping[str, object], hints: H
         if name == "scale" and fixed is None:
             fixed = parts.d_head**-0.5
         if name not in DOUBTED or name == "attend_to_self":
-            value = settle(name, fixed, value)  # type: ignore[type-var]
+            value = stated_or_given(name, fixed, value)  # type: ignore[type-var]
         tries[name] = (value,)
     return tries
 
@@ -264,7 +264,7 @@ Errors = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class FileFacts:
     """Facts about a file that hold for all its readings."""
 
     form: Format
@@ -354,7 +354,7 @@ class Source:
 class Case:
     """Parts of a file under one reading."""
 
-    source: Source
+    source: FileFacts
     parts: Parts
     tried: Tried
     model: ModelConfig
@@ -413,7 +413,7 @@ class Case:
         return self.tried.get(name)
 
 
-def case_of(source: Source, parts: Parts, tried: Tried) -> Case:
+def case_of(source: FileFacts, parts: Parts, tried: Tried) -> Case:
     """The parts under one reading, with the sizes of the task.
 
     Raises:

@@ -20,7 +20,7 @@ RUN_WORDS = (
 )
 """Words whose numbers count models or steps; numbers after other words count layers."""
 Shapes = Mapping[str, Collection[int]]
-Matrices = frozenset[tuple[tuple[str, ...], tuple[int, ...]]]
+Contents = frozenset[tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 def copies_in(shapes: Shapes) -> list[str]:
@@ -42,7 +42,7 @@ def copies_in(shapes: Shapes) -> list[str]:
             rows = groups.setdefault(words[:depth], {}).setdefault(words[depth], [])
             rows.append((words[depth + 1 :], tuple(shape)))
     for prefix in sorted(groups, key=len):
-        alike: dict[Matrices, list[str]] = {}
+        alike: dict[Contents, list[str]] = {}
         for child, rows in groups[prefix].items():
             if _is_attention(rows):
                 alike.setdefault(_without_common_words(rows), []).append(child)
@@ -86,7 +86,7 @@ def _is_attention(rows: Iterable[tuple[tuple[str, ...], tuple[int, ...]]]) -> bo
     return any(each <= parts for each in COMPLETE)
 
 
-def _without_common_words(rows: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Matrices:
+def _without_common_words(rows: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Contents:
     first, count = rows[0][0], 0
     while all(len(words) > count + 1 and words[count] == first[count] for words, _ in rows):
         count += 1

@@ -7,12 +7,12 @@ from functools import partial
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.candidates import Case, refinements
 from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
-from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.options import flag_of
 from mechinterp.checkpoints.foreign.proof import Proof
 from mechinterp.checkpoints.foreign.renaming import unused_names
 from mechinterp.checkpoints.foreign.score import LazyReadings, Reading, Tried
 from mechinterp.checkpoints.foreign.settings import Stored
-from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
+from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 
@@ -31,7 +31,7 @@ NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
 """Assumption about terms of the scores that a file does not show."""
 
 
-MOST_SHOWN = 24
+MOST_READINGS_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
 
@@ -44,7 +44,7 @@ def checkpoint_of_case(
     values = flatten(config.to_dict())
     assumed = _assumed(case, names, values) | {"step": stored.step}
     if not isinstance(readings, LazyReadings) and readings:
-        assumed["readings"] = [each.to_document() for each in readings[:MOST_SHOWN]]
+        assumed["readings"] = [each.to_document() for each in readings[:MOST_READINGS_SHOWN]]
         if open_between := tied(readings):
             assumed["undetermined"] = open_between
     if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
@@ -172,7 +172,7 @@ def proven_checkpoint(stored: Stored, proof: Proof) -> Checkpoint:
     assumed = {**task, **assumed, **unused, "step": stored.step}
     if names:
         assumed["undetermined"] = (
-            f"the recorded predictions leave open {' and '.join(map(option, names))}: "
+            f"the recorded predictions leave open {' and '.join(map(flag_of, names))}: "
             f"{len(readings)} readings give them; predictions for prompts of another length or size may decide (--predictions twice)"
         )
     known = {n: v for n, v in checkpoint.known.items() if n not in proven and n not in open_ones}

@@ -7,13 +7,13 @@ from einops import einsum
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.candidates import AGAIN, N_OF_LAYERS, Case, n_prompts_for
-from mechinterp.checkpoints.foreign.options import option, stated_option
+from mechinterp.checkpoints.foreign.options import flag_of, stated_option
 from mechinterp.checkpoints.foreign.score import ERRORS, MARGIN, Reading, below
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.layers import attention_pattern
+from mechinterp.models.layers import AVERAGE, attention_pattern
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import AVERAGE, Keys, Queries, attend, predictions, scores_of
+from mechinterp.models.run.general import Keys, Queries, attend, predictions, scores_of
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
@@ -92,7 +92,7 @@ def _state(case: Case, options: Sequence[str]) -> str:
     stated = {
         "--task": _law_is_stated(case),
         "--output-scale": hints.output_scale is not None,
-        **{option(name): True for name in closed},
+        **{flag_of(name): True for name in closed},
     }
     left = [each for each in dict.fromkeys(options) if not stated.get(each, False)]
     return f"state {', '.join(left)}, or {PROVE}" if left else PROVE
@@ -109,7 +109,7 @@ def predicts_nothing(case: Case, readings: Sequence[Reading]) -> str:
     return (
         f"{in_doubt(case)}: on prompts of the {'stated' if _law_is_stated(case) else 'assumed'} task no reading predicts better "
         f"than 0 by more than {MARGIN:.0%} and {ERRORS:.0f} standard errors (loss over that of 0: {losses}); "
-        f"{_state(case, (*map(option, readings[0].tried), *more))}"
+        f"{_state(case, (*map(flag_of, readings[0].tried), *more))}"
     )
 
 
@@ -120,7 +120,7 @@ def tied(readings: Sequence[Reading]) -> str:
     named = [n for n in (readings[0].tried if alike else ()) if any(tried.get(n) != readings[0].tried[n] for tried in alike)]  # fmt: skip
     if not named:
         return ""
-    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(option, named))}"
+    return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(flag_of, named))}"
 
 
 def advice(readings: Sequence[Reading]) -> str:

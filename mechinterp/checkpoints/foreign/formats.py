@@ -11,35 +11,28 @@ NO_VALUE = {"scale": "default", "output_column": "default", "norm": "none", "nor
 """Texts that stand for None, which TOML does not have."""
 
 
-def _several(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the softmax paper for several responses."""
-    return {"context_length": 8 * d_x, **TASK, "noise_var": 0.4} if d_y > 1 else {}
-
-
-def _eigenvalues(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the linear-attention paper."""
-    law = {"kind": "eigenvalues", "eigenvalues": [1 / d_x] * d_x}
-    task = {"context_length": 31, **TASK, "noise_var": 0.0, "covariance": law}
-    return task if score in ("linear", "linear/L") else {}
-
-
-def _points(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the code of Garg et al."""
-    return {"context_length": 2 * d_x, **TASK, "noise_var": 0.0}
-
-
-def _twenty_pairs(d_x: int, d_y: int, score: str) -> dict[str, object]:
-    """Task of the code of Ahn et al."""
-    return {"context_length": 20, **TASK, "noise_var": 0.0}
-
-
-TASKS = {
-    "several": _several,
-    "eigenvalues": _eigenvalues,
-    "points": _points,
-    "twenty_pairs": _twenty_pairs,
+TASKS: dict[str, Callable[[int, int, str], dict[str, object]]] = {
+    # The softmax paper, for several responses.
+    "several": lambda d_x, d_y, score: (
+        {"context_length": 8 * d_x, **TASK, "noise_var": 0.4} if d_y > 1 else {}
+    ),
+    # The linear-attention paper.
+    "eigenvalues": lambda d_x, d_y, score: (
+        {
+            "context_length": 31,
+            **TASK,
+            "noise_var": 0.0,
+            "covariance": {"kind": "eigenvalues", "eigenvalues": [1 / d_x] * d_x},
+        }
+        if score in ("linear", "linear/L")
+        else {}
+    ),
+    # The code of Garg et al.
+    "points": lambda d_x, d_y, score: {"context_length": 2 * d_x, **TASK, "noise_var": 0.0},
+    # The code of Ahn et al.
+    "twenty_pairs": lambda d_x, d_y, score: {"context_length": 20, **TASK, "noise_var": 0.0},
 }
-"""Tasks by the names that rows have for them."""
+"""Tasks by the names that rows have for them: functions of d_x, d_y and the score."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +68,22 @@ class Format:
     beside: Mapping[str, object] = field(default_factory=dict)
     """Further assumptions, by the name under which they are shown."""
 
-
-def _formats() -> dict[str, Format]:
-    """Rows of the table by their keys."""
-    file = Path(__file__).with_name("formats.toml")
-    return {key: _format(key, row) for key, row in tomllib.loads(file.read_text("utf-8")).items()}
-
-
-def _format(key: str, row: Mapping) -> Format:
-    fields = {"name": key, **row}
-    fields["marks"] = tuple(map(tuple, row.get("marks", ())))
-    fields["patterns"] = tuple(row.get("patterns", ()))
-    fields["tries"] = {name: tuple(values) for name, values in row.get("tries", {}).items()}
-    fields["task"] = TASKS.get(row.get("task", ""))
-    for part in ("fixed", "assumed", "beside"):
-        values = row.get(part, {}).items()
-        fields[part] = {n: None if NO_VALUE.get(n) == value else value for n, value in values}
-    return Format(**fields)
+    @classmethod
+    def of_row(cls, key: str, row: Mapping) -> "Format":
+        """Format of a row of the table, with the row's key as its name if the row has none."""
+        fields = {"name": key, **row}
+        fields["marks"] = tuple(map(tuple, row.get("marks", ())))
+        fields["patterns"] = tuple(row.get("patterns", ()))
+        fields["tries"] = {name: tuple(values) for name, values in row.get("tries", {}).items()}
+        fields["task"] = TASKS.get(row.get("task", ""))
+        for part in ("fixed", "assumed", "beside"):
+            values = row.get(part, {}).items()
+            fields[part] = {n: None if NO_VALUE.get(n) == value else value for n, value in values}
+        return cls(**fields)
 
 
-_FORMATS = _formats()
+_ROWS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
+_FORMATS = {key: Format.of_row(key, row) for key, row in _ROWS.items()}
 """Rows by key, in the order in which a file is compared with them."""
 OWN_LAYERS, BARE, LAYERED = (_FORMATS[key] for key in ("own-layers", "bare", "named-layers"))
 HOOKED, PRODUCTS = _FORMATS["transformer-lens"], _FORMATS["linear-transformer"]

@@ -9,9 +9,9 @@ from mechinterp.checkpoints.foreign.names import ATTENTION, TABLE, TORCH, Tensor
 from mechinterp.checkpoints.foreign.refusals import HOOK
 
 QUANTIZED = (torch.int8, torch.uint8)
-RECURRENT = "recurrent layers of transformers and flash-linear-attention"
+OF_LIBRARIES = "recurrent layers of transformers and flash-linear-attention"
 """Kind of models that become modules, as names.toml names it."""
-MODULE = "make a module of them and hook it: hook_module(recurrent_module(FILE))"
+AS_MODULE = "make a module of them and hook it: hook_module(recurrent_module(FILE))"
 WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 
 
@@ -30,7 +30,7 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                how = MODULE if what_else == RECURRENT else HOOK
+                how = AS_MODULE if what_else == OF_LIBRARIES else HOOK
                 raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {how}.")  # fmt: skip
     ends = [layout.ends.get((name, "weight")) for name in ("read_in", "read_out")]
     sizes = [tensors[p.name].shape for p in ends if p is not None and p.axes == TORCH]

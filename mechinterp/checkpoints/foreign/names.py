@@ -43,7 +43,7 @@ HEAD_LISTS = ("heads", "head", "attn_heads", "attention_heads", "sa_heads", "att
 NUMBERED = re.compile(r"(?:h|layers?|blocks?|attn|attention|trans_block|transformer_block)_?(\d+)")
 NUMBERED_HEAD = re.compile(r"heads?_?(\d+)")
 TORCH, TRANSPOSED = ORIENTATIONS
-KINDS: dict[str, tuple[str, str | None]] = {
+TENSOR_KINDS: dict[str, tuple[str, str | None]] = {
     word: (kind.split()[0], kind.split()[1] if " " in kind else None)
     for kind, words in TABLE["kinds"].items()
     for word in words.split()
@@ -64,20 +64,14 @@ COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
 _BY_HEAD = ("q", "k", "v")
 """Parts that a list may hold head by head."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
-
-
-def _parts() -> dict[str, str]:
-    parts = {}
-    for x, (word, words) in WORDS.items():
-        for row in PROJECTIONS:
-            spelled = row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize())
-            parts[spelled] = x
-    for part, spellings in ROWS.items():
-        parts |= dict.fromkeys(spellings, part)
-    return parts | LINEARS | {"OV": "v"}
-
-
-_PARTS = _parts()
+_PARTS = {
+    row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize()): x
+    for x, (word, words) in WORDS.items()
+    for row in PROJECTIONS
+}
+_PARTS |= {spelling: part for part, spellings in ROWS.items() for spelling in spellings}
+_PARTS |= LINEARS | {"OV": "v"}
+"""Parts by the words that stand for them in names."""
 
 
 def name_of(part: str, kind: str) -> str:
@@ -135,11 +129,11 @@ def piece_of(name: str) -> Piece | None:
     """
     words = PARAMETERS.sub(r"\1.\2", name).replace("/", ".").split(".")
     tries: list[tuple[list[str], str, str | None]] = [(words, "weight", None)]
-    if len(words) > 1 and words[-1] in KINDS:
-        tries.insert(0, (words[:-1], *KINDS[words[-1]]))
+    if len(words) > 1 and words[-1] in TENSOR_KINDS:
+        tries.insert(0, (words[:-1], *TENSOR_KINDS[words[-1]]))
         if len(words) > 2 and words[-2].isdecimal() and _PARTS.get(words[-3]) in _BY_HEAD:
             # A list of the heads' queries, such as W_q.0.weight
-            tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *KINDS[words[-1]]))
+            tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *TENSOR_KINDS[words[-1]]))
     for path, kind, axes in tries:
         for count in (3, 2, 1):
             part = _PARTS.get(".".join(path[-count:]))

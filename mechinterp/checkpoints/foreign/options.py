@@ -40,7 +40,7 @@ Value = TypeVar("Value", bool, int, float, str)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
-def option(name: str) -> str:
+def flag_of(name: str) -> str:
     """Option of the command line that sets this choice.
 
     Example:
@@ -60,7 +60,7 @@ def stated_option(name: str, value: object) -> str:
     if name == "attend_to_self":
         return "--attend-to-self" if value else "--no-attend-to-self"
     written = str(value).lower() if isinstance(value, bool) else value
-    return f"{option(name)}{written}" if name in JOINS else f"{option(name)} {written}"
+    return f"{flag_of(name)}{written}" if name in JOINS else f"{flag_of(name)} {written}"
 
 
 def _hint(text: str, **more: object) -> Any:
@@ -196,7 +196,7 @@ def _is_join(name: str, value: object) -> bool:
     return value in JOINS.get(name, ())
 
 
-def settle(name: str, stated: Value | None, given: Value | None) -> Value | None:
+def stated_or_given(name: str, stated: Value | None, given: Value | None) -> Value | None:
     """Value that the file or the user states.
 
     Raises:

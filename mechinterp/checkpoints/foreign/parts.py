@@ -28,7 +28,7 @@ from mechinterp.checkpoints.foreign.names import (
     shown,
     weight_of,
 )
-from mechinterp.checkpoints.foreign.options import Hints, settle
+from mechinterp.checkpoints.foreign.options import Hints, stated_or_given
 from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
 
 GROUPED = "grouped or multi-query attention is not read"
@@ -255,14 +255,14 @@ def _number_of_heads(
 ) -> int:
     """Number of heads, from the tensors' shapes, the file, its config or the user."""
     stated = settings.get("n_heads")
-    n_heads = settle("n_heads", n_heads, stated if isinstance(stated, int) else None)
+    n_heads = stated_or_given("n_heads", n_heads, stated if isinstance(stated, int) else None)
     query, value = layer["attn.W_Q"].tensor, layer["attn.W_V"]
     width, inner = query.shape
     if n_heads is None and "attn.W_O" not in layer:  # each head writes a whole token, or y
         n_heads = _whole_tokens(value, width)
     elif n_heads is None and math.gcd(inner, value.tensor.shape[1]) == 1:
         n_heads = 1
-    n_heads = settle("n_heads", n_heads, hints.n_heads)
+    n_heads = stated_or_given("n_heads", n_heads, hints.n_heads)
     if n_heads is None:
         several = settings.get("several_heads")
         why = f"must be one number, got {several}" if several else "is not stated in the file"

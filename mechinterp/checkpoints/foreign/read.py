@@ -15,7 +15,7 @@ from torch import Tensor
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.candidates import (
     Case,
-    Source,
+    FileFacts,
     case_of,
     choices_of,
     combinations,
@@ -48,7 +48,7 @@ from mechinterp.checkpoints.foreign.score import (
 from mechinterp.checkpoints.foreign.settings import TASK_KEY, Stored
 from mechinterp.checkpoints.io.files import CheckpointError
 
-Known = tuple[Format, Layout, dict[str, Tensor]]
+KnownFile = tuple[Format, Layout, dict[str, Tensor]]
 """Format of a file, its parts, and its tensors by name."""
 
 
@@ -131,7 +131,7 @@ class _Files:
     """The files of a run, recognised, with what is stated about them."""
 
     run: Sequence[Stored]
-    known: Sequence[Known]
+    known: Sequence[KnownFile]
     hints: Hints
     settings: Mapping[str, object]
     """Settings of the last file that its model can have."""
@@ -216,7 +216,7 @@ def _cases(files: _Files, length: int | None) -> dict[str | None, list[Case]]:
             faults.append(error)
             continue
         own = {"orientation": axes} | ({} if packing is None else {"packing": packing})
-        source = Source(form, choices, given, hints, last.settings, length)
+        source = FileFacts(form, choices, given, hints, last.settings, length)
         for chosen in combinations(choices, given):
             try:
                 case = case_of(source, parts, {**own, **chosen})
@@ -237,7 +237,7 @@ def _chosen(cases: Sequence[Case]) -> tuple[Case, Sequence[Reading], list[str]]:
 
 
 def _packings(
-    known: Known, given: Mapping[str, object], hints: Hints, settings: Mapping[str, object]
+    known: KnownFile, given: Mapping[str, object], hints: Hints, settings: Mapping[str, object]
 ) -> tuple[str | None, ...]:
     """Orders of rows to try for packed qkv matrices; None if there is no such matrix, or one head."""
     form, layout, _ = known
@@ -251,8 +251,8 @@ def _packings(
 
 
 def _packed(
-    known: Known, packing: str | None, hints: Hints, settings: Mapping[str, object]
-) -> Known:
+    known: KnownFile, packing: str | None, hints: Hints, settings: Mapping[str, object]
+) -> KnownFile:
     """A file's tensors, with matrices that are packed per head in the usual order."""
     form, layout, tensors = known
     if packing != "per_head":

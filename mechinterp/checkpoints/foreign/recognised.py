@@ -22,7 +22,7 @@ from mechinterp.checkpoints.foreign.layout import Layout, layout_of
 from mechinterp.checkpoints.foreign.lens import hooked_layer
 from mechinterp.checkpoints.foreign.names import (
     ATTENTION,
-    KINDS,
+    TENSOR_KINDS,
     Tensors,
     is_harmless,
     piece_of,
@@ -81,7 +81,11 @@ def _norm_among(strange: list[str], tensors: Tensors) -> str:
     """How to state a norm, if one of these tensors looks like one; else empty."""
     for name in strange:
         module, _, last = name.replace("/", ".").rpartition(".")
-        if name in tensors and tensors[name].ndim == 1 and KINDS.get(last, ("",))[0] == "weight":
+        if (
+            name in tensors
+            and tensors[name].ndim == 1
+            and TENSOR_KINDS.get(last, ("",))[0] == "weight"
+        ):
             stem = module.rpartition(".")[2]
             if re.search(NORM_WORDS, stem, re.IGNORECASE):
                 return f"a norm is stated by --map {shown(stem)}=norm1 (before attention), norm2 or final_norm; "
@@ -118,7 +122,7 @@ def _require_heads(layout: Layout) -> None:
         return
     for piece in layout.pieces:
         found = re.search(r"(\w+)[./](\d+)[./](\w+)$", piece.name)
-        if piece.head is not None and found is not None and found[3] in KINDS:
+        if piece.head is not None and found is not None and found[3] in TENSOR_KINDS:
             stem, rest = f"{found[1]}.{found[2]}", f"{found[2]}.{piece.part}_proj"
             raise ValueError(f"{shown(piece.name)} may be one of several heads or of several layers; state each by --map, such as --map {shown(stem)}=heads.{rest} or --map {shown(stem)}=layers.{rest}.")  # fmt: skip
 

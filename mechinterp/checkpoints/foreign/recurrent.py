@@ -18,8 +18,8 @@ from mechinterp.checkpoints.io.files import naming, read_json
 from mechinterp.checkpoints.io.tensor_files import folder_file, read_file
 from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames, Form, names_within
 
-CONFIG = "config.json"
-Settings = Mapping[str, object]
+_CONFIG = "config.json"
+_Settings = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class LayerKind:
     """Setting with the number that the norm adds to mean squares, and its default."""
     gate: str = "g_proj"
     """Projection to the gate of the norm; "" if it is z in `in_proj_qkvz`."""
-    required: Settings = field(default_factory=dict)
-    """Settings that must have this value, which is also their default."""
+    required: _Settings = field(default_factory=dict)
+    """_Settings that must have this value, which is also their default."""
 
 
 _GATED = frozenset({"q", "k", "v", "b", "a"})
 _ACTIVATED = {"hidden_act": "silu"}
-KINDS = (
+LAYER_KINDS = (
     LayerKind(
         name="Qwen3NextGatedDeltaNet",
         projections=frozenset({"qkvz", "ba"}),
@@ -96,7 +96,7 @@ _BESIDE = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "A_log", "dt_bias", "la
 def recurrent_module(
     weights: str | Path | Mapping[str, Tensor],
     *,
-    config: Settings | None = None,
+    config: _Settings | None = None,
     residual: bool = True,
 ) -> nn.Module:
     """Plain torch module from the weights of recurrent layers between a read-in and a read-out.
@@ -107,7 +107,7 @@ def recurrent_module(
 
     Args:
         weights: State dict, or path of a file or folder with one.
-        config: Settings in the words of the layer's class, where the weights do not show them; None: those of config.json
+        config: _Settings in the words of the layer's class, where the weights do not show them; None: those of config.json
             beside the file. A setting that is not stated has the default of the class.
         residual: True: a layer's output is added to the stream. False: it replaces the stream.
     Raises:
@@ -131,14 +131,14 @@ def recurrent_module(
     path = Path(weights)
     with naming(path):
         file, (tensors, _) = folder_file(path) if path.is_dir() else (path, read_file(path))
-        beside = file.parent / CONFIG
+        beside = file.parent / _CONFIG
         if config is None and beside.is_file():
             stated = cast(dict[str, Any], read_json(beside))
             config = {**stated, **(stated.get("text_config") or {})}
         return _model_of(tensors, config or {}, residual=residual)
 
 
-def _model_of(tensors: Mapping[str, Tensor], config: Settings, *, residual: bool) -> nn.Module:
+def _model_of(tensors: Mapping[str, Tensor], config: _Settings, *, residual: bool) -> nn.Module:
     for name, tensor in tensors.items():
         require_numbers(tensor, name)
     tree = _tree(tensors, config)
@@ -146,7 +146,7 @@ def _model_of(tensors: Mapping[str, Tensor], config: Settings, *, residual: bool
     if not layers:
         listed = ", ".join(map(shown, sorted(tensors)[:8])) or "none"
         raise ValueError(
-            f"weights must hold a layer of {', '.join(kind.name for kind in KINDS)}; got {listed}."
+            f"weights must hold a layer of {', '.join(kind.name for kind in LAYER_KINDS)}; got {listed}."
         )
     if isinstance(tree, RecurrentLayer):
         return tree
@@ -177,7 +177,7 @@ def _ends(tensors: Mapping[str, Tensor], layers: list[str]) -> dict[str, str]:
     return ends
 
 
-def _tree(tensors: Mapping[str, Tensor], config: Settings) -> nn.Module:
+def _tree(tensors: Mapping[str, Tensor], config: _Settings) -> nn.Module:
     """Modules by the names of the tensors: layers, linear maps, and modules that only hold tensors."""
     inner: dict[str, dict[str, Tensor]] = {}
     own: dict[str, nn.Parameter] = {}
@@ -232,14 +232,14 @@ class _Norm(nn.Module):
 
 
 class RecurrentLayer(nn.Module):
-    """A layer of one of `KINDS` with the weights of a file; its attributes have the names of those classes."""
+    """A layer of one of `LAYER_KINDS` with the weights of a file; its attributes have the names of those classes."""
 
     def __init__(
         self,
         names: DeltaNames,
         children: Mapping[str, nn.Module],
         own: Mapping[str, nn.Parameter],
-        config: Settings,
+        config: _Settings,
     ) -> None:
         super().__init__()
         _holding(self, children, own)
@@ -256,7 +256,7 @@ class RecurrentLayer(nn.Module):
             weight = _weight(children[names.norm])
             self.add_module(names.norm, _Norm(weight, _number(config, *self.kind.eps)))
 
-    def _key_heads(self, config: Settings) -> int:
+    def _key_heads(self, config: _Settings) -> int:
         """Number of heads of keys.
 
         Raises:
@@ -273,7 +273,7 @@ class RecurrentLayer(nn.Module):
             )
         return number
 
-    def _form(self, config: Settings) -> Form:
+    def _form(self, config: _Settings) -> Form:
         """Activations, norms and strengths of the class."""
         conv = {"conv1d", "q_conv1d"} & {name for name, _ in self.named_children()}
         plain = self.kind.name == "SimpleGatedLinearAttention"
@@ -304,18 +304,18 @@ class RecurrentLayer(nn.Module):
         return children[self.kind.gate](x) if self.kind.gate in children else None
 
 
-def _kind_of(names: DeltaNames, within: set[str], config: Settings) -> LayerKind:
+def _kind_of(names: DeltaNames, within: set[str], config: _Settings) -> LayerKind:
     """Class of a layer with these projections and these modules and tensors.
 
     Raises:
         ValueError: If there is none, it has no such tensor, or a setting makes another layer.
     """
     made_of = names.projections.keys()
-    for kind in KINDS:
+    for kind in LAYER_KINDS:
         if kind.projections == made_of and (not kind.mark or kind.mark in within):
             break
     else:
-        listed, classes = ", ".join(sorted(within)), ", ".join(each.name for each in KINDS)
+        listed, classes = ", ".join(sorted(within)), ", ".join(each.name for each in LAYER_KINDS)
         raise ValueError(f"a recurrent layer must be of {classes}; got {listed}.")
     known = {*names.projections.values(), names.output, names.norm, kind.gate, *_BESIDE}
     for name in sorted(within - known):
@@ -346,7 +346,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return module.weight
 
 
-def _number(config: Settings, name: str, default: float) -> float:
+def _number(config: _Settings, name: str, default: float) -> float:
     """Number that the config states, or the default.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mechinterp.checkpoints.foreign.layout import layout_of
-from mechinterp.checkpoints.foreign.names import KINDS, Tensors, is_harmless, is_mask, shown
+from mechinterp.checkpoints.foreign.names import TENSOR_KINDS, Tensors, is_harmless, is_mask, shown
 
 UNUSED, _MASK = DROPPED = ("unused", "mask")
 """Known names whose tensors are dropped; a mask must look like one."""
@@ -38,9 +38,9 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
             named = {name: t for name, t in named.items() if not pattern.search(name)}
             continue
         words = re.split(r"[./]", theirs)
-        kind = words.pop() if len(words) > 1 and words[-1] in KINDS else ""
+        kind = words.pop() if len(words) > 1 and words[-1] in TENSOR_KINDS else ""
         path = theirs.removesuffix(kind).rstrip("./").removesuffix(words[-1])
-        whole = kind and known.rpartition(".")[2] in KINDS
+        whole = kind and known.rpartition(".")[2] in TENSOR_KINDS
         after = "" if whole else theirs[len(path) + len(words[-1]) :]
         new = (path + known + after).replace("\\", r"\\")
         renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}

@@ -25,7 +25,7 @@ from mechinterp.checkpoints.foreign.candidates import (
     n_prompts_for,
     near_values,
 )
-from mechinterp.checkpoints.foreign.options import option
+from mechinterp.checkpoints.foreign.options import flag_of
 from mechinterp.models.weights import Weights
 
 _ROUNDING = 1e-12
@@ -192,7 +192,7 @@ def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[st
     open_ones = open_choices(cases)
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
-        raise ValueError(f"{rule}; state some of {', '.join(map(option, open_ones))}.")
+        raise ValueError(f"{rule}; state some of {', '.join(map(flag_of, open_ones))}.")
     look = _with_less_usual(cases)
     names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
     readings, rest = _ranked(look, names), []

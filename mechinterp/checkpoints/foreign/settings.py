@@ -9,7 +9,7 @@ from pathlib import Path
 from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS
 from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
-from mechinterp.checkpoints.io.tensor_files import SAVED_TIMES
+from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
 from mechinterp.config.model import SCORES
 

@@ -33,7 +33,7 @@ if sys.platform != "win32":
     import fcntl
 
 CLAIM = ".mechinterp"
-MARK = "mechinterp lock\n"
+LOCK_MARK = "mechinterp lock\n"
 MAX_LOCK = 2**24
 NAME = re.compile(r"(?!\.\.?$)[^/\0]+")
 
@@ -179,7 +179,7 @@ def _descriptor(file: Path, *, wait: bool, busy: str) -> int:
             if not os.path.lexists(file):
                 # Created as a whole, so that a file without the mark is never this package's.
                 with suppress(CheckpointError):
-                    write_new(file, lambda target: target.write_text(MARK, encoding="utf-8"))
+                    write_new(file, lambda target: target.write_text(LOCK_MARK, encoding="utf-8"))
             try:
                 flags = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
                 descriptor = os.open(file, flags)
@@ -210,7 +210,7 @@ def _unlock(file: Path, descriptor: int) -> None:
 
 def _require_mark(file: Path, descriptor: int) -> None:
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    if not regular or os.pread(descriptor, len(MARK), 0) != MARK.encode():
+    if not regular or os.pread(descriptor, len(LOCK_MARK), 0) != LOCK_MARK.encode():
         rule = "must be a lock of this package, got another file"
         raise CheckpointError(f"{file}: {rule}; move it away.")
 
@@ -218,10 +218,10 @@ def _require_mark(file: Path, descriptor: int) -> None:
 def _settle(folder: Path, descriptor: int, last: str) -> None:
     """Delete the files of an unfinished earlier claim, then start a new list."""
     text = os.pread(descriptor, MAX_LOCK, 0).decode(errors="replace")
-    done, _, made = text.removeprefix(MARK).partition("\n")
+    done, _, made = text.removeprefix(LOCK_MARK).partition("\n")
     listed = [name for name in made.splitlines() if NAME.fullmatch(name)]
     for name in listed if done and not os.path.lexists(folder / done) else ():
         (folder / name).unlink(missing_ok=True)
     delete_leftovers(folder, {CLAIM, *listed}.__contains__)
-    os.ftruncate(descriptor, len(MARK))
+    os.ftruncate(descriptor, len(LOCK_MARK))
     os.write(descriptor, f"{last}\n".encode())

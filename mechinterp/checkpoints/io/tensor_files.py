@@ -4,74 +4,37 @@
 Nothing in a file is run as code. Claimed sizes are checked against the size of the file before
 memory is allocated. Every fault becomes a CheckpointError."""
 
-import io
 import json
-import math
 import re
-import sys
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.copies import MOST_SHOWN, chosen_names
-from mechinterp.checkpoints.foreign.names import piece_of, shown
+from mechinterp.checkpoints.foreign.copies import chosen_names
+from mechinterp.checkpoints.io.arrays import (
+    MAX_ENTRIES,
+    Storages,
+    archive,
+    native_tensor,
+    npy_array,
+)
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json
 from mechinterp.checkpoints.io.headers import reading, require_header
+from mechinterp.checkpoints.io.trees import Read, settings_among, tensors_among
 from mechinterp.checkpoints.io.unpickler import (
     MAX_BYTES,
     STORAGES,
     ArrayType,
-    Storage,
     StoredArray,
-    StoredList,
-    StoredTensor,
-    Unread,
     read_pickle,
 )
 
-MAX_UNPACKED = 2**26
-"""Largest unpacked size of a small archive; torch.save and numpy.savez do not compress."""
-MAX_ENTRIES = 30_000
-_CHUNK = 2**22
-
-MAX_AXES, MAX_ARRAY_AXES = 64, 32
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 READABLE = "must hold tensors that can be read without running code"
-WRAPPERS = (
-    *("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
-    *("params", "weights", "state", "module"),
-)
-"""Names under which runs store the weights."""
-OPTIMISER = re.compile(
-    r"(?:optim|optimi[sz]ers?|opt|(?:lr_)?sched|(?:lr_)?schedulers?)(?:_state)?(?:_dict|s)?",
-    re.IGNORECASE,
-)
-"""Names of dictionaries with the state of an optimiser, whose tensors are no weights."""
-SKIPPED = re.compile(
-    r"(?:argparse|pathlib|numpy|collections|datetime|omegaconf|ml_collections)[.].*"
-    r"|torch[.](?:device|dtype|Size|[a-z]+\d*)|builtins[.](?:set|frozenset|slice|complex|range)|_codecs[.]encode"
-)
-"""Classes whose values beside the weights are ignored; a file with any other class is refused, and
-the class named."""
-_MAX_DEPTH, MAX_VISITS = 8, 300_000
-MAX_ARRAY_BYTES = 24_000_000
-"""Largest number of bytes of all arrays together; twice the limit of a pickle, as an array may have
-two names."""
-KIND = re.compile(r"[<>=|]?([fiubc])(1|2|4|8|16)|(float|int|uint|complex)(8|16|32|64|128)|(bool)")
-HISTORY = "hist_dict"
-"""Key of the matrices that the code of Ahn et al. saves during its runs: a list for each run."""
-_PRODUCTS = "allparam"
-"""Name of these matrices, [layer, head, (P, Q), d, d]."""
-SAVED_TIMES = "saved_times"
-"""Setting of a file from which the last of several saved state dicts is read: their number."""
 SUFFIXES = (
     *(".pt", ".pth", ".bin", ".npz", ".safetensors", ".npy"),
     *(".ckpt", ".pth.tar", ".pt.tar", ".pkl", ".pickle", ".msgpack"),
@@ -84,76 +47,6 @@ MAX_SHARDS = 100
 OTHERS = set(STORAGES.values())
 """Number types besides floating point that are read, so that a message can name them."""
 FLAX_ARRAYS = (1, 3)  # extension types of flax's msgpack: arrays and numpy's scalars
-
-
-@contextmanager
-def archive(file: Path) -> Iterator[zipfile.ZipFile]:
-    """A zip archive with a bounded number of entries and a bounded unpacked size."""
-    with file.open("rb") as stream:
-        # Counted before zipfile makes an object for each entry.
-        entries = sum(
-            chunk.count(b"PK\x01\x02") for chunk in iter(lambda: stream.read(_CHUNK), b"")
-        )
-    if entries > MAX_ENTRIES:
-        raise CheckpointError(f"must hold at most {MAX_ENTRIES} entries, got {entries}.")
-    with zipfile.ZipFile(file) as opened:
-        listed, size = opened.infolist(), file.stat().st_size
-        unpacked, most = sum(entry.file_size for entry in listed), max(size, MAX_UNPACKED)
-        packed = max((entry.compress_size for entry in listed), default=0)
-        if unpacked > most:
-            raise CheckpointError(f"must unpack to at most {most} bytes, it claims {unpacked}.")
-        if packed > size:  # zipfile would allocate this much
-            rule = f"must have at most the file's {size} bytes"
-            raise CheckpointError(f"an entry {rule}, it claims {packed}.")
-        if len({entry.filename.lower() for entry in listed}) < len(listed):
-            raise CheckpointError("must hold each entry once, got some twice.")
-        for entry in listed:
-            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                got = f"got compression {entry.compress_type}"
-                raise CheckpointError(f"{entry.filename} must be stored or deflated, {got}.")
-        yield opened
-
-
-def npy_array(data: bytes, name: str) -> np.ndarray:
-    """Array of an .npy file, after its header is checked against the number of bytes."""
-    stream = io.BytesIO(data)
-    version, headers = np.lib.format.read_magic(stream), np.lib.format
-    read = {(1, 0): headers.read_array_header_1_0, (2, 0): headers.read_array_header_2_0}
-    if version not in read:
-        raise CheckpointError(f"{name} must have .npy version 1.0 or 2.0, got {version}.")
-    shape, columns_first, dtype = read[version](stream)
-    if dtype.hasobject or dtype.fields or dtype.subdtype:
-        raise CheckpointError(f"{name} must hold plain numbers, got {dtype}.")
-    return array_of(memoryview(data)[stream.tell() :], dtype, shape, columns_first, name)
-
-
-def array_of(
-    data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...], by_columns: bool, name: str
-) -> np.ndarray:
-    """Numbers in a shape, which must need exactly the bytes that are there.
-
-    Raises:
-        CheckpointError: If it needs more or fewer bytes.
-    """
-    claimed, held = math.prod(shape) * dtype.itemsize, len(data)
-    if claimed != held or min(shape, default=0) < 0:
-        raise CheckpointError(f"{name} of shape {shape} must lie in {claimed} bytes, got {held}.")
-    numbers = np.frombuffer(data, dtype) if held else np.empty(0, dtype)
-    return numbers.reshape(shape, order="F" if by_columns else "C")
-
-
-def native_tensor(array: np.ndarray, name: str) -> Tensor:
-    """Copy of an array of numbers in native byte order, row by row."""
-    if array.dtype.kind not in "fiubc":
-        raise CheckpointError(f"{name} must hold numbers, got {array.dtype}.")
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
-
-
-Place = StoredTensor | StoredArray
-
-
-Read = tuple[dict[str, Tensor], dict[str, object]]
-"""Tensors of a file by name, and the settings stored with them."""
 
 
 def read_torch(file: Path, weights: str | None = None) -> Read:
@@ -189,7 +82,7 @@ def read_torch(file: Path, weights: str | None = None) -> Read:
             got = f"an archive with {len(names)} pickles"
             raise CheckpointError(f"{READABLE}, as torch.save writes them; got {got}.")
         root = read_pickle(opened.read(names[0]))
-        return tensors_among(root, weights, _Storages(opened, names[0].removesuffix("data.pkl")))
+        return tensors_among(root, weights, Storages(opened, names[0].removesuffix("data.pkl")))
 
 
 def _read_plain_pickle(file: Path, weights: str | None) -> Read:
@@ -201,226 +94,6 @@ def _read_plain_pickle(file: Path, weights: str | None) -> Read:
     except CheckpointError as error:
         what = "a plain pickle, from which only numpy arrays are read"
         raise CheckpointError(f"{what}: {error}") from None
-
-
-class _Storages:
-    """Entries of a torch archive with numbers, each read once."""
-
-    def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
-        self.archive, self.folder = archive, folder
-        self.read = cache(self._read)
-        self.kinds: dict[str, torch.dtype] = {}
-        stated = f"{folder}byteorder" in archive.namelist()
-        order = archive.read(f"{folder}byteorder").decode() if stated else sys.byteorder
-        self.swapped = order != sys.byteorder
-
-    def tensor(self, name: str, place: StoredTensor) -> Tensor:
-        """A tensor whose numbers are all in the file."""
-        storage, shape, strides = self.read(place.storage), place.shape, place.strides
-        if len(shape) != len(strides) or len(shape) > MAX_AXES:
-            rule = f"must have at most {MAX_AXES} axes, a stride each"
-            raise CheckpointError(f"{name} {rule}, got {len(shape)} and {len(strides)} strides.")
-        if min((place.offset, *shape, *strides)) < 0:
-            raise CheckpointError(f"{name} must lie behind the start of its numbers.")
-        claimed, held = math.prod(shape) * storage.dtype.itemsize, storage.nbytes
-        if claimed > held:
-            what = f"{name} of shape {shape}"
-            raise CheckpointError(f"{what} must lie in {claimed} bytes, got {held}.")
-        end = place.offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if 0 not in shape and end > len(storage):
-            rule = f"must end within its {len(storage)} numbers"
-            raise CheckpointError(f"{name} {rule}, it goes to number {end}.")
-        return storage.as_strided(shape, strides, place.offset)
-
-    def _read(self, storage: Storage) -> Tensor:
-        """All numbers of an entry."""
-        entry = f"data/{storage.key}"
-        if self.kinds.setdefault(storage.key, storage.dtype) != storage.dtype:
-            raise CheckpointError(f"the entry {entry} must hold numbers of one kind.")
-        data = bytearray(self.archive.read(self.folder + entry))
-        claimed = storage.size * storage.dtype.itemsize
-        if claimed != len(data):
-            raise CheckpointError(f"the entry {entry} must have {claimed} bytes, got {len(data)}.")
-        if not data:
-            return torch.empty(0, dtype=storage.dtype, device="cpu")
-        numbers = torch.frombuffer(data, dtype=storage.dtype)
-        if self.swapped:
-            numbers.untyped_storage().byteswap(storage.dtype)
-        return numbers
-
-
-def tensors_among(
-    root: object, weights: str | None = None, storages: _Storages | None = None
-) -> Read:
-    """Weights by name and the settings stored with them: torch tensors or, without them, numpy
-    arrays; other values are ignored.
-
-    Args:
-        weights: Name of the state dict, if there are several.
-        storages: Numbers of torch tensors; None: a pickle or msgpack, which has arrays only.
-    Raises:
-        CheckpointError: If there are no weights, several state dicts and none is named, or torch
-            tensors without storages.
-    """
-    if isinstance(root, dict) and (series := _last_of_series(root, weights)):
-        last, settings = series
-        return tensors_among(last, None, storages)[0], settings
-    places = dict(_places(root))
-    names = chosen_names({name: place.shape for name, place in places.items()}, weights)
-    if weights is None:
-        document = _unwrapped(root)
-        places = dict(_places(document))
-        classes = _needed_classes(document)
-        if isinstance(document, dict) and any(not SKIPPED.fullmatch(name) for name in classes):
-            raise CheckpointError(_no_weights(root, classes))
-    else:
-        places = {short: places[name] for name, short in names.items()}
-    torches = {name: each for name, each in places.items() if isinstance(each, StoredTensor)}
-    if torches and storages is None:
-        raise CheckpointError("torch tensors must be written by torch.save, got a plain pickle.")
-    if torches and storages is not None:
-        read = {name: storages.tensor(name, each) for name, each in torches.items()}
-        return read, settings_among(root)
-    arrays = {n: each for n, each in places.items() if isinstance(each, StoredArray) and each.shape}
-    if not arrays:
-        raise CheckpointError(_no_weights(root, _needed_classes(root)))
-    return array_tensors(arrays), settings_among(root)
-
-
-def settings_among(root: object) -> dict[str, object]:
-    """Numbers, texts and booleans in a run's dictionaries and objects, by their last name.
-
-    A name with two different values gets None."""
-    settings: dict[str, object] = {}
-    for (*_, name), value in _entries(root, objects=True):
-        if isinstance(name, str) and isinstance(value, bool | int | float | str):
-            other = settings.setdefault(name, value)
-            settings[name] = value if other == value else None
-    return settings
-
-
-def _last_of_series(root: Mapping, weights: str | None) -> tuple[dict, dict] | None:
-    """State dict of the last matrices that a run saved, and settings; None for other files.
-
-    Raises:
-        CheckpointError: If the file has several runs and none is named, or no run of this name.
-    """
-    runs = root.get(HISTORY)
-    every = runs.items() if isinstance(runs, dict) else ()
-    saved = {str(key): each for key, each in every if isinstance(each, StoredList) and each.last}
-    if not saved:
-        return None
-    listed = ", ".join(map(shown, [*saved][:MOST_SHOWN])) + ", ..." * (len(saved) > MOST_SHOWN)
-    first = next(iter(saved))
-    if weights is None and len(saved) > 1:
-        rule = f"choose one by --weights, such as --weights {shown(first)} (weights=)"
-        raise CheckpointError(f"has {len(saved)} runs ({listed}); {rule}.")
-    run = saved.get(first if weights is None else weights)
-    if run is None:
-        rule = f"weights must name a run in the file, one of {listed}"
-        raise CheckpointError(f"{rule}, got {weights!r:.80}.")
-    return {_PRODUCTS: run.last}, {**settings_among(root), SAVED_TIMES: run.count}
-
-
-def _needed_classes(root: object) -> list[str]:
-    """Classes and functions that values beside the weights need."""
-    values = list(root.values()) if isinstance(root, dict) else [root]
-    return [value.name for value in values if isinstance(value, Unread) and value.name]
-
-
-def _unwrapped(document: object, depth: int = 0) -> object:
-    """State dict of a run, found under one of a few names, unless parts of the model lie beside it."""
-    if not isinstance(document, dict) or depth == _MAX_DEPTH:
-        return document
-    for name in WRAPPERS:
-        inner = document.get(name)
-        if isinstance(inner, dict) and any(_places(inner)):
-            others = {n: v for n, v in document.items() if n != name and isinstance(v, dict)}
-            beside = (piece_of(each) for each, _ in _places(others))
-            return document if any(beside) else _unwrapped(inner, depth + 1)
-    return document
-
-
-def _places(root: object) -> Iterator[tuple[str, Place]]:
-    """Tensors in nested dictionaries by dotted names, without those in a dictionary of an optimiser."""
-    for path, value in _entries(root):
-        named = isinstance(path[-1], str) and None not in path
-        beside = len(path) > 1 and OPTIMISER.fullmatch(str(path[0]))
-        if isinstance(value, Place) and named and not beside:
-            yield ".".join(map(str, path)), value
-
-
-def _entries(root: object, *, objects: bool = False) -> Iterator[tuple[tuple, object]]:
-    """Values in nested dictionaries, each with its path, the keys from the outermost on.
-
-    Args:
-        objects: True: the attributes of objects count, too.
-    """
-    waiting: list[tuple[tuple, object]] = [((), root)]
-    visits = 0
-    while waiting:
-        path, values = waiting.pop()
-        values = values.state if objects and isinstance(values, Unread) else values
-        if not isinstance(values, dict) or len(path) > _MAX_DEPTH:
-            continue
-        visits += len(values)
-        if visits > MAX_VISITS:
-            raise CheckpointError(f"must hold at most {MAX_VISITS} values.")
-        inner = [((*path, key), value) for key, value in values.items()]
-        yield from inner
-        waiting += (each for each in reversed(inner) if isinstance(each[1], dict | Unread))
-
-
-def _no_weights(root: object, classes: list[str]) -> str:
-    """Message on a file without weights: its content, and what to do."""
-    for name in ([name for name in classes if not SKIPPED.fullmatch(name)] or classes)[:1]:
-        got = f"it needs {name}, and no code of a file is run: where that class is installed, write torch.save(model.state_dict(), FILE)"
-        return f"must hold a state dict, names with a tensor each; {got}."
-    if isinstance(root, dict):
-        keys = [str(key)[:40] for key in root][:8]
-        got = f"a dictionary of {', '.join(keys)}" if keys else "an empty dictionary"
-    elif isinstance(root, StoredTensor | StoredArray):
-        got = f"one tensor of shape {list(root.shape)}; give it a name: torch.save({{'W': torch.load(FILE)}}, FILE)"
-    elif isinstance(root, Unread | StoredList):
-        got = "a list or the like"
-    else:
-        got = f"a {type(root).__name__}"
-    if isinstance(root, dict) and "optimizer_state_dict" in root:
-        got += ", the state of an optimiser; name the file of the model's weights beside it"
-    wrappers = ", ".join(WRAPPERS)
-    return f"must hold a state dict, names with a tensor each, or one under {wrappers}; got {got}."
-
-
-def array_tensors(places: Mapping[str, StoredArray]) -> dict[str, Tensor]:
-    """numpy arrays as tensors, after their claimed sizes are checked against their bytes.
-
-    Raises:
-        CheckpointError: If an array claims more or fewer bytes than it has, or has no plain
-            numbers.
-    """
-    tensors, left = {}, MAX_ARRAY_BYTES
-    for name, place in places.items():
-        kind, shape = _kind(place, name), place.shape
-        if len(shape) > MAX_ARRAY_AXES:
-            rule = f"must have at most {MAX_ARRAY_AXES} axes"
-            raise CheckpointError(f"{name} {rule}, got {len(shape)}.")
-        # Protocol 2 stores bytes as texts, and empty bytes as a call.
-        data = place.data.encode("latin1") if isinstance(place.data, str) else place.data
-        data = data if isinstance(data, bytes) else b""
-        array = array_of(data, kind, shape, place.by_columns is True, name)
-        left -= len(data)
-        if left < 0:
-            raise CheckpointError(f"arrays must lie in {MAX_ARRAY_BYTES} bytes together.")
-        tensors[name] = native_tensor(array, name)
-    return tensors
-
-
-def _kind(place: StoredArray, name: str) -> np.dtype:
-    kind = place.kind
-    if isinstance(kind, ArrayType) and KIND.fullmatch(kind.code):
-        return np.dtype(kind.code).newbyteorder(">" if kind.order == ">" else "|")
-    got = kind.code if isinstance(kind, ArrayType) else "no dtype"
-    raise CheckpointError(f"{name} must hold plain numbers, got {got}.")
 
 
 def one_shard(file: Path) -> bool:

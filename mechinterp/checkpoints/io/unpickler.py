@@ -190,7 +190,7 @@ def key_of(key: object) -> str | None:
     return ",".join(map(str, key))
 
 
-def named(parts: list) -> Unread:
+def placeholder(parts: list) -> Unread:
     """Placeholder for a class or function, which is named but never loaded."""
     if not all(isinstance(part, str) and len(part) <= MAX_NAME for part in parts):
         raise MalformedError("a name that is no short text")
@@ -309,8 +309,8 @@ ACTIONS: dict[str, Action] = {
     "BINPERSID": _replaces(1, storage_of),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _replaces(2, called)),
     "NEWOBJ_EX": _replaces(3, lambda values: called(values[:2])),
-    "GLOBAL": _pushes(lambda name: named(name.split(" "))),
-    "STACK_GLOBAL": _replaces(2, named),
+    "GLOBAL": _pushes(lambda name: placeholder(name.split(" "))),
+    "STACK_GLOBAL": _replaces(2, placeholder),
     **dict.fromkeys(
         ("BINGET", "LONG_BINGET"), lambda machine, place: machine.stack.append(machine.memo[place])
     ),

@@ -28,23 +28,23 @@ from mechinterp.checkpoints.foreign.lens import MASK, hooked_layer, require_zero
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
-from mechinterp.checkpoints.native.folder import (
+from mechinterp.checkpoints.native.document import (
     document_of,
     document_parts,
     read_document,
     require_stated,
     sha256_of,
 )
+from mechinterp.checkpoints.native.folder import WEIGHTS_FILE
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
 from mechinterp.models.weights import Weights
 
 FORMAT = "transformer-lens"
-ARRAYS = "arrays"
-CONFIG = "config"
+ARRAYS_FORMAT = "arrays"
+ARRAYS_CONFIG = "config"
 """Name of the config's text in an .npz file."""
 SIDE_CAR = "transformer_lens.json"
-WEIGHTS = "model.safetensors"
 LEAST_N_CTX = 1024
 SCRIPT = Path(__file__).with_name("load.py.txt")
 """Script that is copied into the folder for its reader; this package never runs it."""
@@ -77,13 +77,13 @@ def write_exchange(folder: Path, checkpoint: Checkpoint) -> None:
             )
     state = hooked_state(checkpoint.weights, n_ctx=positions_for(config.task))
     with claimed(folder, last=SIDE_CAR) as claim:
-        claim.write(WEIGHTS, partial(fill_with_tensors, tensors=state))
+        claim.write(WEIGHTS_FILE, partial(fill_with_tensors, tensors=state))
         document = document_of(
             config,
             step=checkpoint.step,
             assumed=checkpoint.assumed_and_doubt,
             grounds=checkpoint.grounds,
-            files={WEIGHTS: sha256_of(claim.waiting[WEIGHTS])},
+            files={WEIGHTS_FILE: sha256_of(claim.waiting[WEIGHTS_FILE])},
         )
         text = json.dumps(document | _settings(config), indent=2) + "\n"
         claim.write("load.py", lambda file: file.write_bytes(SCRIPT.read_bytes()))
@@ -127,7 +127,7 @@ def read_exchange(folder: Path) -> Checkpoint:
         got = document.get(name)
         if name != "n_ctx" and (got != expected or type(got) is not type(expected)):
             raise CheckpointError(f"{folder / SIDE_CAR}: {name} must be {expected!r}, got {got!r}.")
-    file = folder / WEIGHTS
+    file = folder / WEIGHTS_FILE
     require_stated(file, document["files"])
     tensors = read_arrays(file)
     with naming(file):
@@ -191,7 +191,7 @@ def write_arrays(file: Path, checkpoint: Checkpoint) -> Path:
     text = np.array(json.dumps(document))
     # An open file, because numpy would append .npz to the name of the temporary file.
     with writing(file):
-        write_new(file, lambda target: _save(target, arrays | {CONFIG: text}))
+        write_new(file, lambda target: _save(target, arrays | {ARRAYS_CONFIG: text}))
     return file
 
 
@@ -209,7 +209,9 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {CONFIG} must be JSON ({one_line(error)}).") from None
+        raise CheckpointError(
+            f"{file}: {ARRAYS_CONFIG} must be JSON ({one_line(error)})."
+        ) from None
     if isinstance(document, dict) and "experiment" not in document:
         document = {"format_version": 1, "step": 0, "experiment": document}
     document, config = document_parts(document, file)
@@ -222,5 +224,11 @@ def read_stated(tensors: Mapping[str, Tensor], text: str, file: Path) -> Checkpo
             named[name] = torch.nn.functional.pad(named[name], (config.task.d_x, 0))
     weights = weights_from(named, config, file)
     return Checkpoint(
-        file, config, document["step"], weights, ARRAYS, document["assumed"], **document["grounds"]
+        file,
+        config,
+        document["step"],
+        weights,
+        ARRAYS_FORMAT,
+        document["assumed"],
+        **document["grounds"],
     )

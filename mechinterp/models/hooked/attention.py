@@ -8,7 +8,7 @@ from transformer_lens import FactoredMatrix
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.config import HookedConfig, zeros
-from mechinterp.models.layers import attention_pattern, readable_keys, rotated
+from mechinterp.models.layers import attention_pattern, readable_keys, turned_by_position
 from mechinterp.models.weights import identity_keys
 
 
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         k = self.hook_k(self._project(for_k, "K"))
         v = self.hook_v(self._project(for_v, "V"))
         if self.cfg.model.rotary_dim is not None:
-            q = self.hook_rot_q(rotated(q, self.cfg.model))
-            k = self.hook_rot_k(rotated(k, self.cfg.model))
+            q = self.hook_rot_q(turned_by_position(q, self.cfg.model))
+            k = self.hook_rot_k(turned_by_position(k, self.cfg.model))
         return q, k, v, for_k
 
     def _write(self, z: Float[Tensor, "batch pos head d_head"]) -> Tensor:

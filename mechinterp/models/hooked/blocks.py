@@ -12,7 +12,7 @@ from mechinterp.config.model import MLP_NORM
 from mechinterp.models.hooked.attention import Attention, MergedAttention
 from mechinterp.models.hooked.config import HookedConfig, zeros
 from mechinterp.models.hooked.recurrent import RecurrentAttention
-from mechinterp.models.layers import ACTIVATIONS, affine
+from mechinterp.models.layers import ACTIVATION_FUNCTIONS, affine
 
 
 class LayerNorm(nn.Module):
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: HookedConfig, d_mlp: int) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[cfg.model.activation]
+        self.activation = ACTIVATION_FUNCTIONS[cfg.model.activation]
         self.W_in = nn.Parameter(zeros(cfg.d_model, d_mlp))
         self.W_out = nn.Parameter(zeros(d_mlp, cfg.d_model))
         self.b_in = nn.Parameter(zeros(d_mlp)) if cfg.model.biases else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mechinterp.models.recurrence import Memory
 
-LAYOUTS: tuple[Mapping[str, str], ...] = (
+PROJECTION_NAMES: tuple[Mapping[str, str], ...] = (
     {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba"},
     {"qkv": "in_proj_qkv", "b": "in_proj_b", "a": "in_proj_a"},
     {"q": "q_proj", "k": "k_proj", "v": "v_proj", "b": "b_proj", "a": "a_proj"},
@@ -28,7 +28,7 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
 """Names of the projections within a layer, by what they compute: b strengths before the sigmoid, a and gk gates, z the gate
 of the norm. `qkvz` and `ba` hold the parts of one head of keys after another."""
 OUTPUTS = ("out_proj", "o_proj")
-NORMS = ("norm", "o_norm", "g_norm", "g_norm_swish_gate")
+NORM_NAMES = ("norm", "o_norm", "g_norm", "g_norm_swish_gate")
 """Names of the output projection, and of the norm before it."""
 EPSILON = 1e-6
 """Number added to squared lengths of queries and keys before their root."""
@@ -75,12 +75,12 @@ def delta_names(module: nn.Module) -> Iterator[DeltaNames]:
 
 def names_within(children: Set[str], path: str = "") -> DeltaNames | None:
     """Names of the parts of a module with these children; None if they are not those of a recurrent layer."""
-    layout = next((each for each in LAYOUTS if children >= set(each.values())), None)
+    layout = next((each for each in PROJECTION_NAMES if children >= set(each.values())), None)
     output = next((name for name in OUTPUTS if name in children), None)
     if layout is None or output is None:
         return None
     before = f"{path}." if path else ""
-    norm = next((name for name in NORMS if name in children), output)
+    norm = next((name for name in NORM_NAMES if name in children), output)
     return DeltaNames(path, layout, before + output, before + norm)
 
 
@@ -145,7 +145,7 @@ class DeltaLayer:
         """Heads' outputs after the hook points of the layer; unchanged bits if no hook changes anything.
 
         Args:
-            heads: Module with the hook points, `followed.Heads`.
+            heads: Module with the hook points, `followed.HeadPoints`.
             values: Input of the norm.
         """
         assert self.form is not None

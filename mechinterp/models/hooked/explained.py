@@ -14,29 +14,29 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
+from mechinterp.models.hooked.delta_layers import TINY
 from mechinterp.models.hooked.followed import (
-    AVERAGE,
     LINEAR_MASKS,
     POINTS,
-    PRODUCTS,
     PROJECTED,
-    TINY,
-    Heads,
-    linear_attention,
+    HeadPoints,
+    by_linear_weights,
 )
 from mechinterp.models.hooked.module import ModuleHooks
+from mechinterp.models.layers import AVERAGE, SCORE_PRODUCTS
 
 MASKED = -1e9
 """Scores at or below this value belong to masked keys."""
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 Passed = Mapping[str, Sequence[Tensor]]
+"""Values that passed each hook point of a layer, by name, one per call."""
 
 
 @torch.no_grad()
 def follow(model: ModuleHooks, inputs: Tensor) -> None:
     """Remove the hook points within attention that do not explain the heads' outputs on these inputs."""
     for layer in range(len(model.blocks)):
-        heads = cast(Heads, model.blocks[layer].attn)
+        heads = cast(HeadPoints, model.blocks[layer].attn)
         if _is_known_recurrence(model, inputs, heads):
             continue
         with caught(heads, (*POINTS, "hook_z")) as passed:
@@ -49,7 +49,7 @@ def follow(model: ModuleHooks, inputs: Tensor) -> None:
     model.setup()
 
 
-def _is_known_recurrence(model: ModuleHooks, inputs: Tensor, heads: Heads) -> bool:
+def _is_known_recurrence(model: ModuleHooks, inputs: Tensor, heads: HeadPoints) -> bool:
     """True if the layer is a recurrence whose form is found; it then gets the hook points of its parts."""
     delta = heads.delta
     if delta is None:
@@ -67,7 +67,7 @@ def _is_known_recurrence(model: ModuleHooks, inputs: Tensor, heads: Heads) -> bo
 
 
 @contextmanager
-def caught(heads: Heads, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
+def caught(heads: HeadPoints, names: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
     """Context that records the values at some hook points of a layer."""
     passed: dict[str, list[Tensor]] = {name: [] for name in names}
 
@@ -85,7 +85,7 @@ def caught(heads: Heads, names: Sequence[str]) -> Iterator[dict[str, list[Tensor
 
 
 def _unexplained(
-    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed
+    model: ModuleHooks, inputs: Tensor, heads: HeadPoints, passed: Passed
 ) -> tuple[Sequence[str], str]:
     """Hook points to remove, and the reason."""
     number = len(passed["hook_pattern"])
@@ -112,7 +112,7 @@ def _unexplained(
     k, v = k[:, :n_keys], v[:, :n_keys]
     if not gone:
         (scores,) = passed["hook_attn_scores"]
-        products = einsum(q, k, PRODUCTS)
+        products = einsum(q, k, SCORE_PRODUCTS)
         read = (scores > MASKED) & (pattern > 0)
         s, p = scores[read], products[read]
         factor = (s @ p) / (p @ p).clamp_min(TINY)
@@ -137,7 +137,7 @@ def _all_caught(passed: Passed) -> bool:
 
 
 def _own_scores(
-    model: ModuleHooks, inputs: Tensor, heads: Heads, passed: Passed, name: str
+    model: ModuleHooks, inputs: Tensor, heads: HeadPoints, passed: Passed, name: str
 ) -> bool:
     """True if the query (hook_q) or key (hook_k) of a head at a position changes the scores of this head in its row or
     column alone."""
@@ -169,7 +169,7 @@ def _random(shape: Sequence[int], seed: int = 0) -> Tensor:
 def _is_average(
     model: ModuleHooks,
     inputs: Tensor,
-    heads: Heads,
+    heads: HeadPoints,
     pattern: Float[Tensor, "batch head query key"],
     z: Float[Tensor, "batch pos head d_head"],
 ) -> bool:
@@ -205,7 +205,7 @@ def _by_entry(z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch
     return z.flatten(-2).unflatten(-1, (z.shape[3], z.shape[2])).mT
 
 
-def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str]:
+def _without_softmax(heads: HeadPoints, passed: Passed) -> tuple[tuple[str, ...], str]:
     """Check of attention without a softmax, whose weights must be q.k under a mask, times one factor."""
     if not _all_caught(passed):
         return (
@@ -214,7 +214,7 @@ def _without_softmax(heads: Heads, passed: Passed) -> tuple[tuple[str, ...], str
         )
     q, k, v, z = (passed[name][0] for name in (*PROJECTED, "hook_z"))
     for mask in LINEAR_MASKS:
-        _, expected = linear_attention(q, k, v, mask)
+        _, expected = by_linear_weights(q, k, v, mask)
         factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
         if same(factor * expected, z):
             heads.mask, heads.factor = mask, factor.item()

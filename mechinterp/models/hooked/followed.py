@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames
+from mechinterp.models.hooked.delta_layers import TINY, DeltaLayer, DeltaNames
+from mechinterp.models.layers import AVERAGE, SCORE_PRODUCTS
 
 PROJECTED = ("hook_q", "hook_k", "hook_v")
 BY_HEAD = "qkv by head"
@@ -32,9 +33,15 @@ BY_HAND = (
     *(Tensor.exp, Tensor.mul, Tensor.__mul__),
 )
 """Last functions of a softmax written by hand, such as exp(s) / exp(s).sum(-1), or exp of a log_softmax."""
-PRODUCTS = "batch query head d, batch key head d -> batch head query key"
-AVERAGE = "batch head query key, batch key head d -> batch query head d"
-TINY = 1e-30
+LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda ones: ones,
+    "causal": torch.tril,
+    "strict": partial(torch.tril, diagonal=-1),
+    "context": lambda ones: _without_last(ones),
+    "causal, over their number": lambda ones: _averaged(ones.tril()),
+    "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
+}
+"""Masks of attention without a softmax, by name: each maps ones [query, key] to the weights of the readable keys."""
 
 
 def _without_last(reads: Tensor) -> Tensor:
@@ -43,17 +50,6 @@ def _without_last(reads: Tensor) -> Tensor:
 
 def _averaged(reads: Tensor) -> Tensor:
     return reads / reads.sum(1, keepdim=True).clamp_min(1)
-
-
-LINEAR_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all": lambda ones: ones,
-    "causal": torch.tril,
-    "strict": partial(torch.tril, diagonal=-1),
-    "context": _without_last,
-    "causal, over their number": lambda ones: _averaged(ones.tril()),
-    "strict, over their number": lambda ones: _averaged(ones.tril(-1)),
-}
-"""Masks of attention without a softmax, by name: each maps ones [query, key] to the weights of the readable keys."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Inner:
     """Names of a recurrent layer of transformers or flash-linear-attention."""
 
 
-class Heads(nn.Module):
+class HeadPoints(nn.Module):
     """Hook points of one layer's heads."""
 
     projection: nn.Module
@@ -116,7 +112,7 @@ class Heads(nn.Module):
 class Running:
     """Heads of the layer whose attention is running; None outside attention."""
 
-    heads: Heads | None = None
+    heads: HeadPoints | None = None
 
 
 class Following(TorchFunctionMode):
@@ -146,7 +142,7 @@ class Following(TorchFunctionMode):
         return _written_by_hand(heads, result) if func in BY_HAND else result
 
 
-def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tensor:
+def projected(heads: HeadPoints, part: str, output: Tensor, *, turned: bool) -> Tensor:
     """Output of a projection after the hook points of its parts."""
     width, n_heads = output.shape[-1], heads.n_heads
     if output.ndim != 3:
@@ -174,7 +170,7 @@ def projected(heads: Heads, part: str, output: Tensor, *, turned: bool) -> Tenso
     return torch.cat(pieces, dim=-1)
 
 
-def _by_head(heads: Heads, name: str, values: Tensor, turned: bool) -> Tensor:
+def _by_head(heads: HeadPoints, name: str, values: Tensor, turned: bool) -> Tensor:
     """Values of one projection, passed through the hook point as [batch, pos, head, d_head] with shared heads repeated.
 
     A shared projection cannot carry a hook's change to one head alone. That change is stored and added to the scores
@@ -194,13 +190,13 @@ def _by_head(heads: Heads, name: str, values: Tensor, turned: bool) -> Tensor:
 
 
 def behind_values(
-    heads: Heads, z: Float[Tensor, "*axes head d_head"]
+    heads: HeadPoints, z: Float[Tensor, "*axes head d_head"]
 ) -> Float[Tensor, "*axes head d_head"]:
     """Heads' outputs, with the changes that hooks made to values of single heads or to weights without a softmax."""
     passed = heads.passed
     if heads.mask and heads.hook_pattern.fwd_hooks and "hook_q" in passed:
         q, k, v = (passed[name] for name in PROJECTED)
-        products, expected = linear_attention(q, k, v, heads.mask)
+        products, expected = by_linear_weights(q, k, v, heads.mask)
         factor = (z * expected).sum() / expected.square().sum().clamp_min(TINY)
         passed["hook_pattern"] = heads.hook_pattern(factor * products)
         z = z + einsum(passed["hook_pattern"] - factor * products, v, AVERAGE)
@@ -211,7 +207,7 @@ def behind_values(
     return z
 
 
-def linear_attention(
+def by_linear_weights(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key head d_head"],
     v: Float[Tensor, "batch key head d_head"],
@@ -219,18 +215,18 @@ def linear_attention(
 ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch query head d_head"]]:
     """Attention without a softmax: its weights (q.k under a mask) and the weighted sums of values."""
     reads = LINEAR_MASKS[mask](torch.ones(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device))
-    products = einsum(q, k, PRODUCTS) * reads
+    products = einsum(q, k, SCORE_PRODUCTS) * reads
     return products, einsum(products, v, AVERAGE)
 
 
-def _four_axes(heads: Heads, values: Tensor) -> Tensor | None:
+def _four_axes(heads: HeadPoints, values: Tensor) -> Tensor | None:
     """The values as [batch, head, query, key]; None if they have another shape."""
     if values.ndim == 3 and len(values) % heads.n_heads == 0:  # prompts and heads share one axis
         return values.unflatten(0, (-1, heads.n_heads))
     return values if values.ndim == 4 and values.shape[1] == heads.n_heads else None
 
 
-def _written_by_hand(heads: Heads, values: Tensor) -> Tensor:
+def _written_by_hand(heads: HeadPoints, values: Tensor) -> Tensor:
     """Weights that are >= 0 and add up to 1 over keys, through the hook point of patterns; other values unchanged."""
     four = _four_axes(heads, values)
     if four is None or not hasattr(heads, "hook_pattern") or four.shape[-1] < 2:
@@ -243,14 +239,16 @@ def _written_by_hand(heads: Heads, values: Tensor) -> Tensor:
     return heads.passed["hook_pattern"].reshape(values.shape)
 
 
-def _softmax(heads: Heads, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
+def _softmax(heads: HeadPoints, function: Callable, scores: Tensor, *rest: Any) -> Tensor:
     """Softmax over keys through the hook points, as [batch, head, query, key]; other shapes get the plain function."""
     shape, four = scores.shape, _four_axes(heads, scores)
     if four is None:
         return function(scores, *rest)
     passed = heads.passed
     if "hook_k of one" in passed and hasattr(heads, "hook_k"):
-        changed = einsum(passed["hook_q"], passed["hook_k of one"], PRODUCTS)[..., : four.shape[-1]]
+        changed = einsum(passed["hook_q"], passed["hook_k of one"], SCORE_PRODUCTS)[
+            ..., : four.shape[-1]
+        ]
         if changed.shape == four.shape:  # a learned sink is one more key
             four = four + heads.factor * changed
     put_in = heads.through("hook_attn_scores", four).reshape(shape)
@@ -260,7 +258,7 @@ def _softmax(heads: Heads, function: Callable, scores: Tensor, *rest: Any) -> Te
 
 
 def _attention(
-    heads: Heads,
+    heads: HeadPoints,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -289,7 +287,7 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
-def _multihead(heads: Heads, **given: Any) -> tuple[Tensor, Tensor | None] | None:
+def _multihead(heads: HeadPoints, **given: Any) -> tuple[Tensor, Tensor | None] | None:
     """torch.nn.MultiheadAttention computed step by step; None if it uses an unsupported option."""
     query, n_heads = given["query"], given["num_heads"]
     more = (given["bias_k"], given["bias_v"], given["static_k"], given["static_v"])

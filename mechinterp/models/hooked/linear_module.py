@@ -11,7 +11,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.attention import Attention
 from mechinterp.models.hooked.blocks import MLP, Block
 from mechinterp.models.hooked.config import HookedConfig
-from mechinterp.models.layers import ACTIVATIONS, tokens_of
+from mechinterp.models.layers import ACTIVATION_FUNCTIONS, tokens_of
 
 
 class LinearAttention(Attention):
@@ -78,7 +78,7 @@ class LinearModule(nn.Module):
         if isinstance(tokens, Prompts):
             tokens = tokens_of(tokens, self.model, **self.sizes)
         if self.model.d_read_in is not None:
-            tokens = ACTIVATIONS[self.model.activation](self.read(tokens))
+            tokens = ACTIVATION_FUNCTIONS[self.model.activation](self.read(tokens))
         x = tokens if self.model.d_model is None else self.embed(tokens)
         if self.model.n_positions is not None:
             x = x + self.W_pos[: x.shape[1]]

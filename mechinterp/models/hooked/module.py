@@ -20,7 +20,7 @@ from mechinterp.models.hooked.delta_layers import DELTA_POINTS, DeltaLayer
 from mechinterp.models.hooked.followed import (
     POINTS,
     Following,
-    Heads,
+    HeadPoints,
     Inner,
     Running,
     behind_values,
@@ -140,6 +140,21 @@ class ModuleHooks(CheckedHooks):
         self._lengths.add(length)
         return output
 
+    @property
+    def parameter_names(self) -> dict[str, str]:
+        """Names in this model of the parameters of the user's module, by their names there.
+
+        The output projection of a torch.nn.MultiheadAttention is moved to its block.
+        """
+        moved = {}
+        for runs in self._runs:
+            if isinstance(self.module.get_submodule(runs.place.output), nn.MultiheadAttention):
+                block = f"blocks.{list(self.blocks).index(runs.layers[0])}.attn.projection"
+                path = f"{runs.place.output}.out_proj".removeprefix(".")
+                moved |= {f"{path}.{end}": f"{block}.{end}" for end in ("weight", "bias")}
+        names = (name for name, _ in self.module.named_parameters())
+        return {name: moved.get(name, f"module.{name}") for name in names}
+
     def _followed(self) -> bool:
         """True if a point within attention has a hook, so that attention must be computed step by step."""
         return any(layer.attn.is_hooked(POINTS) for runs in self._runs for layer in runs.layers)
@@ -148,7 +163,7 @@ class ModuleHooks(CheckedHooks):
 class _Block(nn.Module):
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.attn = Heads(place.n_heads, place.d_head)
+        self.attn = HeadPoints(place.n_heads, place.d_head)
         self.hook_resid_pre, self.hook_resid_post = HookPoint(), HookPoint()
 
 
@@ -166,7 +181,7 @@ class _Runs:
     """Index of the current run."""
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> HeadPoints:
         return self.layers[self.now].attn
 
     def attach(self, module: nn.Module) -> None:

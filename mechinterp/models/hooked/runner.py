@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, layers_bytes, require_memory, together
+from mechinterp.memory import CHUNK, chunks, layers_bytes, require_memory, together
 from mechinterp.models.hooked.contexts import hooks_on, remove_ended
 from mechinterp.models.hooked.masks import (
     Head,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 # Attributes with the dropout rate: in torch's MultiheadAttention and in Hugging Face's attention.
 DROPOUT_RATES = ("dropout", "attention_dropout")
-CHUNK = 256  # prompts at once: they fit into the CPU cache, and an even number swaps in pairs
-
 SMALL = 1e-5
 """A change below this fraction of the largest change of a prediction counts as zero."""
 _PASSED = 1e-3

@@ -24,7 +24,7 @@ from mechinterp.models.hooked.hooks import HookedTransformerNames
 from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.masks import lock_of
 from mechinterp.models.hooked.shared import SharedWeights
-from mechinterp.models.layers import ACTIVATIONS, affine, tokens_of
+from mechinterp.models.layers import ACTIVATION_FUNCTIONS, affine, tokens_of
 from mechinterp.models.weights import Weights
 
 
@@ -227,7 +227,9 @@ class ICLTransformer(HookedTransformerNames):
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.cfg.model
         if model.d_read_in is not None:
-            tokens = ACTIVATIONS[model.activation](affine(tokens, self.W_read, self.b_read))
+            tokens = ACTIVATION_FUNCTIONS[model.activation](
+                affine(tokens, self.W_read, self.b_read)
+            )
         resid = self.hook_embed(
             tokens if model.d_model is None else affine(tokens, self.W_in, self.b_in)
         )

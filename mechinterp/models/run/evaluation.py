@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from mechinterp.config import TaskConfig, TaskLike, as_task
+from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.display import counted
 from mechinterp.icl.predictors import PromptsTask
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.run.predictor import Predictor, Source, is_learner, predictor_of
+from mechinterp.models.run.predictor import Source, is_learner, predictor_of
+from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights
 
 _N_PROMPTS, N_HOOKED = 4096, 512
@@ -26,8 +28,6 @@ MOST_DRAWN = 2**26
 smaller n_prompts; given prompts have no such limit."""
 LARGEST_ENTRY = 1e15
 """Largest absolute entry of given prompts, whose squares and their sums must stay finite in float32."""
-UNKNOWN = "unknown"
-"""Value of `task` for given prompts of unknown law."""
 
 
 def prompts_and_law(
@@ -68,7 +68,7 @@ def prompts_and_law(
         0.2
     """
     if isinstance(task, PromptsTask) and prompts is None:
-        prompts, task = task.prompts, UNKNOWN if task.law is None else task.law
+        prompts, task = task.prompts, UNKNOWN_TASK if task.law is None else task.law
     law = law_in_force(source, task, analysis, prompts)
     drawn = evaluation_prompts(
         law if law is not None and is_learner(source) else source,
@@ -290,7 +290,7 @@ def law_in_force(
             f"{analysis}: task must be a TaskConfig, a dict of its fields, a JSON file or 'unknown', got Prompts; "
             "pass prompts as prompts=."
         )
-    if isinstance(task, str) and task == UNKNOWN:
+    if isinstance(task, str) and task == UNKNOWN_TASK:
         if prompts is None:
             raise ValueError(
                 f"{analysis}: task='unknown' needs given prompts, got none; pass prompts=."

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.followed import Heads
+from mechinterp.models.hooked.followed import HeadPoints
 from mechinterp.models.hooked.masks import lock_of, pattern_name, z_name
 from mechinterp.models.hooked.runner import HookedPredictor
 
@@ -125,7 +125,7 @@ def _values_point(hooked: HookedPredictor, layer: int) -> Iterator[str]:
     """Context with a hook point on a layer's values; a plain module gets one that goes with the block."""
     blocks: Any = hooked.model.blocks
     name, heads = f"blocks.{layer}.attn.hook_v", blocks[layer].attn
-    if name in hooked.model.hook_dict or not isinstance(heads, Heads):
+    if name in hooked.model.hook_dict or not isinstance(heads, HeadPoints):
         yield name
         return
     # Imported here, because it is slow to import.

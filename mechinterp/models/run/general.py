@@ -18,28 +18,24 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import LINEAR, MLP_NORM, OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import UNLIMITED, chunks, layers_bytes, together
+from mechinterp.memory import CHUNK, UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
 from mechinterp.models.layers import (
-    ACTIVATIONS,
+    ACTIVATION_FUNCTIONS,
+    AVERAGE,
+    SCORE_PRODUCTS,
     affine,
     attention_pattern,
     normed,
     readable_keys,
-    rotated,
     tokens_of,
+    turned_by_position,
 )
 from mechinterp.models.recurrence import Memory, memory_of, written_before
 from mechinterp.models.run.linear import linear_pass
 from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 
-CHUNK = 256
-"""Largest number of prompts at once on a processor, small enough for its cache. On other devices memory alone limits it,
-since every chunk starts the same number of kernels."""
-
-_SCORES = "batch row head d, batch key head d -> batch head row key"
-AVERAGE = "batch head row key, batch key head d -> batch row head d"
 MOMENT = "batch key head i, batch key head j -> batch head i j"
 FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
 _WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
@@ -91,7 +87,7 @@ def scores_of(
     q: Queries, k: Keys, model: ModelConfig, rows: slice
 ) -> Float[Tensor, "batch head row key"]:
     """Scores of scaled queries on keys, -inf where masked."""
-    scores = einsum(q, k, _SCORES)
+    scores = einsum(q, k, SCORE_PRODUCTS)
     reads = readable_keys(k.shape[1], model, device=scores.device)
     return scores.masked_fill(~reads[rows], -torch.inf)
 
@@ -217,7 +213,7 @@ def query_streams(
     def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
         if _can_fuse(model, n):
             return fused_softmax(q, k[:, :n], v[:, :n])
-        scores = einsum(q, k[:, :n], _SCORES)
+        scores = einsum(q, k[:, :n], SCORE_PRODUCTS)
         pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)
         return einsum(pattern, v[:, :n], AVERAGE)
 
@@ -309,8 +305,8 @@ class _Layer:
         else:
             (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
         first, _, step = self.rows.indices(k.shape[1])
-        q = scale * rotated(q, model, first=first, step=step)
-        k = rotated(k, model)
+        q = scale * turned_by_position(q, model, first=first, step=step)
+        k = turned_by_position(k, model)
         if not model.recurrent:
             return self.attend(q, k, v, model, self.rows)
         n_written = written_before(stream.shape[1], model)[self.rows]
@@ -355,7 +351,7 @@ class _Layer:
         if W_in is None or W_out is None:
             return stream
         read = self._normed("ln2", stream) if model.norm in ("before", MLP_NORM) else stream
-        hidden = ACTIVATIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
+        hidden = ACTIVATION_FUNCTIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
         stream = stream + affine(hidden, W_out, self.named("mlp.b_out"))
         return self._normed("ln2", stream) if model.norm == "after" else stream
 
@@ -409,7 +405,7 @@ class _Run:
         return stream
 
 
-def prompt_bytes(weights: Weights, length: int) -> int:
+def pass_bytes(weights: Weights, length: int) -> int:
     """Memory that one prompt of this many pairs takes while it runs through the layers, in bytes."""
     model, sizes = weights.model, (weights.d_x, weights.d_y)
     n_tokens, width = model.n_tokens(length), weights.dtype.itemsize
@@ -431,7 +427,7 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     length = prompts.x.shape[1]
     what = f"{weights.n_layers} layers on prompts of {length} pairs"
     most = CHUNK if weights.device.type == "cpu" else UNLIMITED
-    return chunks(len(prompts), together(prompt_bytes(weights, length), what, most=most))
+    return chunks(len(prompts), together(pass_bytes(weights, length), what, most=most))
 
 
 def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:
@@ -454,7 +450,7 @@ def _read_in(
     tensors = weights.tensors
     if "W_read" in tensors:
         hidden = affine(stream, tensors["W_read"], tensors.get("b_read"))
-        stream = ACTIVATIONS[weights.model.activation](hidden)
+        stream = ACTIVATION_FUNCTIONS[weights.model.activation](hidden)
     if "W_in" in tensors:
         stream = affine(stream, tensors["W_in"], tensors.get("b_in"))
     positions = tensors.get("pos_embed.W_pos")

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import CHUNK
 from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, swapped, z_name
 from mechinterp.models.hooked.runner import (
-    CHUNK,
     HookedPredictor,
     NoStreamError,
     masked,

@@ -11,15 +11,13 @@ from torch.nn.functional import pad
 
 from mechinterp.config.model import LINEAR
 from mechinterp.icl.prompts import Prompts
-from mechinterp.memory import chunks, together
+from mechinterp.memory import CHUNK, chunks, together
 from mechinterp.models.hooked.masks import Head, by_layers, mean_z, swapped
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
-CHUNK, NEAR = (
-    256,
-    2**25,
-)  # prompts at once, and their size in bytes: small enough for the CPU cache
+NEAR = 2**25
+"""Largest size of a chunk of prompts in bytes, small enough for the processor's cache."""
 _NARROW = 256
 """If d_head times (n_heads d_head) is at most this, one masked product over all heads is faster than one product
 per head."""

@@ -12,15 +12,15 @@ from mechinterp.models.hooked.masks import Head, swapped
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
-CHUNK = 4096
+CHUNK_OF_ONE_LAYER = 4096
 
 
 def masked_predictions(
     weights: Weights, prompts: Prompts, masks: Sequence[Sequence[Head]], *, method: str
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask; a masked head's output becomes 0, its mean over prompts, or another prompt's output."""
-    starts = progress(range(0, len(prompts), CHUNK), f"masking heads ({method})")
-    parts = [head_outputs(weights, prompts[start : start + CHUNK]) for start in starts]
+    starts = progress(range(0, len(prompts), CHUNK_OF_ONE_LAYER), f"masking heads ({method})")
+    parts = [head_outputs(weights, prompts[start : start + CHUNK_OF_ONE_LAYER]) for start in starts]
     outputs = torch.cat(parts)  # [batch, head, d_y]
     instead = {
         "zero": lambda: torch.zeros_like(outputs[:1]),

@@ -21,12 +21,12 @@ from mechinterp.training.lanes import (
     fill,
     lanes,
     larger,
-    load,
-    store,
+    load_lanes,
+    store_lanes,
 )
 
-KINDS = ("linear", "relu/L", "softmax")
-_LINEAR, RELU, _SOFTMAX = range(len(KINDS))
+SCORE_KINDS = ("relu/L", "softmax")
+_RELU, _SOFTMAX = range(len(SCORE_KINDS))
 _HEADS = types.Array(types.float32, 4, "C")
 
 
@@ -37,7 +37,9 @@ def gather(source, block, n_rows, target):
     flat, n_blocks = source.reshape(source.size), n_prompts // LANES
     for f in range(n_features):
         for row in range(n_rows):
-            store(target, f * n_rows + row, load(flat, (f * rows + row) * n_blocks + block))
+            store_lanes(
+                target, f * n_rows + row, load_lanes(flat, (f * rows + row) * n_blocks + block)
+            )
 
 
 @compiled()
@@ -47,8 +49,8 @@ def scatter(source, block, n_rows, target):
     flat, n_blocks = target.reshape(target.size), n_prompts // LANES
     for f in range(n_features):
         for row in range(rows):
-            value = load(source, f * n_rows + row) if row < n_rows else fill(0.0)
-            store(flat, (f * rows + row) * n_blocks + block, value)
+            value = load_lanes(source, f * n_rows + row) if row < n_rows else fill(0.0)
+            store_lanes(flat, (f * rows + row) * n_blocks + block, value)
 
 
 @compiled()
@@ -59,13 +61,13 @@ def products(left, i, n_left, right, n_right, n_features, sums):
         j1, j2 = min(j + 1, last), min(j + 2, last)
         s0, s1, s2 = fill(0.0), fill(0.0), fill(0.0)
         for f in range(n_features):
-            factor, row = load(left, f * n_left + i), f * n_right
-            s0 = s0 + factor * load(right, row + j)
-            s1 = s1 + factor * load(right, row + j1)
-            s2 = s2 + factor * load(right, row + j2)
-        store(sums, j, s0)
-        store(sums, j1, s1)
-        store(sums, j2, s2)
+            factor, row = load_lanes(left, f * n_left + i), f * n_right
+            s0 = s0 + factor * load_lanes(right, row + j)
+            s1 = s1 + factor * load_lanes(right, row + j1)
+            s2 = s2 + factor * load_lanes(right, row + j2)
+        store_lanes(sums, j, s0)
+        store_lanes(sums, j1, s1)
+        store_lanes(sums, j2, s2)
 
 
 @compiled()
@@ -76,39 +78,39 @@ def combine(weights, start, stride, n, rows, n_features, i, n_out, out, add):
         f1, f2 = min(f + 1, last), min(f + 2, last)
         s0, s1, s2 = fill(0.0), fill(0.0), fill(0.0)
         for j in range(n):
-            weight = load(weights, start + j * stride)
-            s0 = s0 + weight * load(rows, f * n + j)
-            s1 = s1 + weight * load(rows, f1 * n + j)
-            s2 = s2 + weight * load(rows, f2 * n + j)
+            weight = load_lanes(weights, start + j * stride)
+            s0 = s0 + weight * load_lanes(rows, f * n + j)
+            s1 = s1 + weight * load_lanes(rows, f1 * n + j)
+            s2 = s2 + weight * load_lanes(rows, f2 * n + j)
         if add:
-            s0 = s0 + load(out, f * n_out + i)
-            s1 = s1 + load(out, f1 * n_out + i)
-            s2 = s2 + load(out, f2 * n_out + i)
-        store(out, f * n_out + i, s0)
-        store(out, f1 * n_out + i, s1)
-        store(out, f2 * n_out + i, s2)
+            s0 = s0 + load_lanes(out, f * n_out + i)
+            s1 = s1 + load_lanes(out, f1 * n_out + i)
+            s2 = s2 + load_lanes(out, f2 * n_out + i)
+        store_lanes(out, f * n_out + i, s0)
+        store_lanes(out, f1 * n_out + i, s1)
+        store_lanes(out, f2 * n_out + i, s2)
 
 
 @compiled()
 def weigh(kind, factor, scores, n, pattern, first):
     """Attention weights of one query, from its scores."""
     if kind == _SOFTMAX:
-        peak = load(scores, 0)
+        peak = load_lanes(scores, 0)
         for j in range(1, n):
-            peak = larger(load(scores, j), peak)
+            peak = larger(load_lanes(scores, j), peak)
         whole = fill(0.0)
         for j in range(n):
-            value = exponential(load(scores, j) - peak)
-            store(scores, j, value)
+            value = exponential(load_lanes(scores, j) - peak)
+            store_lanes(scores, j, value)
             whole = whole + value
         inverse = fill(1.0) / whole
     else:
         inverse = fill(factor)
     for j in range(n):
-        value = load(scores, j)
-        if kind == RELU:
+        value = load_lanes(scores, j)
+        if kind == _RELU:
             value = larger(fill(0.0), value)
-        store(pattern, first + j, value * inverse)
+        store_lanes(pattern, first + j, value * inverse)
 
 
 @intrinsic
@@ -129,22 +131,17 @@ def score_gradient(kind, factor, pattern, first, n, changes):
     centre = fill(0.0)
     if kind == _SOFTMAX:
         for j in range(n):
-            centre = centre + load(pattern, first + j) * load(changes, j)
+            centre = centre + load_lanes(pattern, first + j) * load_lanes(changes, j)
     for j in range(n):
-        weight, change = load(pattern, first + j), load(changes, j)
-        if kind == _SOFTMAX:
-            change = weight * (change - centre)
-        elif kind == RELU:
-            change = where(weight, change * factor)
-        else:
-            change = change * factor
-        store(changes, j, change)
+        weight, change = load_lanes(pattern, first + j), load_lanes(changes, j)
+        change = weight * (change - centre) if kind == _SOFTMAX else where(weight, change * factor)
+        store_lanes(changes, j, change)
 
 
 @compiled(
     types.void(_HEADS, _HEADS, _HEADS, types.int64, types.int64, types.float32, _HEADS, _HEADS)
 )
-def attend(q, k, v, n_keys, kind, factor, patterns, z):
+def attend_blocks(q, k, v, n_keys, kind, factor, patterns, z):
     """Set the attention weights [block, head, query and key, lane] and the weighted averages z of every head.
 
     Queries, keys and values are [head, feature, row, prompt]; the first `n_keys` rows of keys and values are read.
@@ -168,7 +165,7 @@ def attend(q, k, v, n_keys, kind, factor, patterns, z):
 
 
 @compiled(types.void(*[_HEADS] * 3, types.int64, types.int64, types.float32, *[_HEADS] * 5))
-def attend_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
+def attend_blocks_back(q, k, v, n_keys, kind, factor, patterns, d_z, d_q, d_k, d_v):
     """Set the gradients in queries, keys and values, from the gradient `d_z` in the weighted averages."""
     n_heads, size, n_rows, n_prompts = q.shape
     query, d_out, d_query = np.empty((3, size * n_rows * LANES), np.float32)

@@ -12,16 +12,15 @@ from torch import Tensor
 from mechinterp.checkpoints.runs import named_by_pairs
 from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
-from mechinterp.icl.prompts import Prompts, generator_for
+from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
-from mechinterp.models.run.general import predict_deep, predictions_at_every, prompt_bytes
+from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
-from mechinterp.training.general.attention import attend
-from mechinterp.training.general.forward import Forward
+from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
 from mechinterp.training.run import (
     Batch,
-    Run,
+    TrainingRun,
     flattened,
     largest_chunk,
     own,
@@ -33,59 +32,6 @@ from mechinterp.training.run import (
 
 _LARGEST_LOGIT = 40.0
 """Logit of a gate that starts at 1, which is exactly 1 in float64."""
-
-
-def loss_and_gradients(
-    weights: Weights, prompts: Prompts, *, first_counted: int | None = None
-) -> tuple[Tensor, Weights]:
-    """Loss, in units of y^2, and its gradient in the weights.
-
-    The loss is the mean over prompts and responses of (y_hat - y)^2, at the query or at every x.
-
-    Args:
-        first_counted: Least number of pairs before an x that counts; None: the query alone.
-    Example:
-        >>> from mechinterp.icl.prompts import draw_prompts
-        >>> from mechinterp.config import TaskConfig
-        >>> from mechinterp.models.constructions.stack import stack_of_layers
-        >>> nothing = torch.zeros(2, 1, 6, 3)
-        >>> weights = stack_of_layers(nothing, nothing, nothing, nothing.mT, d_y=1, scale=1.0)
-        >>> loss, gradients = loss_and_gradients(weights, draw_prompts(TaskConfig(), 8))
-        >>> gradients.W_Q.any()
-        tensor(False)
-    """
-    if first_counted is None and weights.model.stack == "nonlinear":
-        with torch.no_grad():
-            forward = Forward(weights, prompts)
-            error = forward.prediction - prompts.y_query.T
-            return error.square().mean(), forward.gradients(error * (2 / error.numel()))
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = {name: t.detach().requires_grad_() for name, t in weights.tensors.items()}
-        of_leaves = weights.with_tensors(leaves)
-        if first_counted is None:
-            loss = (
-                (predict_deep(of_leaves, prompts, attend=attend) - prompts.y_query).square().mean()
-            )
-        else:
-            loss = losses_at_every(of_leaves, prompts)[first_counted:].mean()
-        gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return loss.detach(), weights.with_tensors(dict(zip(leaves, gradients, strict=True)))
-
-
-@torch.no_grad()
-def loss_of(weights: Weights, prompts: Prompts) -> Float[Tensor, ""]:
-    """Loss at the query alone, in units of y^2."""
-    if weights.model.stack == "nonlinear":
-        predicted = Forward(weights, prompts).prediction.T
-    else:
-        predicted = predict_deep(weights, prompts, attend=attend)
-    return (predicted - prompts.y_query).square().mean()
-
-
-def losses_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, " n_pairs"]:
-    """Loss after 0 to L pairs, in units of y^2, from one pass over the prompts."""
-    errors = predictions_at_every(weights, prompts, attend=attend) - prompts.y_of_every_x
-    return errors.square().mean((0, 2))
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -134,7 +80,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
     return Weights.of_names(model, task.d_x, task.d_y, tensors)
 
 
-class DeepRun(Run[Weights]):
+class DeepRun(TrainingRun[Weights]):
     """Training run of one model of any architecture."""
 
     def __init__(
@@ -201,5 +147,5 @@ def _require_memory(config: ExperimentConfig, weights: Weights) -> None:
     """Refuse steps whose activations do not fit into memory."""
     length = config.task.context_length
     n_prompts = min(config.train.batch_size, largest_chunk(config.task))
-    per_prompt = (stack_bytes if weights.model.stack == "linear" else prompt_bytes)(weights, length)
+    per_prompt = (stack_bytes if weights.model.stack == "linear" else pass_bytes)(weights, length)
     require_memory(n_prompts * per_prompt, f"a step on {n_prompts} prompts of {length} pairs")

@@ -11,11 +11,22 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
-from mechinterp.training.lanes import LANES, compiled, exponential, fill, larger, load, store, total
+from mechinterp.training.lanes import (
+    LANES,
+    aligned,
+    aligned_zeros,
+    compiled,
+    exponential,
+    fill,
+    larger,
+    load_lanes,
+    store_lanes,
+    total,
+)
 
-KINDS = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
+STEP_SCORES = ("softmax", "1+tanh", "1+Cx", "(1+Cx)^2", "linear")
 """Names of the scores that the step knows; their numbers are known in this file alone."""
-_SOFTMAX, TANH, AFFINE, SQUARE, _LINEAR = range(len(KINDS))
+_SOFTMAX, TANH, AFFINE, SQUARE, _LINEAR = range(len(STEP_SCORES))
 
 
 @compiled()
@@ -53,14 +64,14 @@ def score_block(QK, query, context, keys, scores):
     for m in range(d_model):
         key = fill(0.0)
         for i in range(d_x):
-            key = key + load(query, i) * QK[i, m]
-        store(keys, m, key)
+            key = key + load_lanes(query, i) * QK[i, m]
+        store_lanes(keys, m, key)
     peak = fill(-np.inf)
     for pair in range(scores.size // LANES):
         score = fill(0.0)
         for m in range(d_model):
-            score = score + load(keys, m) * load(context, pair * d_model + m)
-        store(scores, pair, score)
+            score = score + load_lanes(keys, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(scores, pair, score)
         peak = larger(score, peak)
     return peak
 
@@ -72,12 +83,12 @@ def activate(score, slope, peak, values, slopes):
     whole = fill(0.0)
     if score == _SOFTMAX:
         for pair in range(length):
-            value = exponential(load(values, pair) - peak)
-            store(values, pair, value)
+            value = exponential(load_lanes(values, pair) - peak)
+            store_lanes(values, pair, value)
             whole = whole + value
         return fill(1.0) / whole
     for pair in range(length):
-        s = load(values, pair)
+        s = load_lanes(values, pair)
         if score == TANH:
             # 1 + tanh(s), without cancellation for very negative s.
             value = fill(2.0) / (exponential(s * -2.0) + 1.0)
@@ -89,51 +100,74 @@ def activate(score, slope, peak, values, slopes):
             value, derivative = s * slope + 1.0, fill(slope)
         else:
             value, derivative = s * slope, fill(slope)
-        store(values, pair, value)
-        store(slopes, pair, derivative)
+        store_lanes(values, pair, value)
+        store_lanes(slopes, pair, derivative)
         whole = whole + value
     return fill(1.0) if score == _LINEAR else fill(1.0) / whole
 
 
 @compiled()
-def average(values, inverse, context, averaged):
-    """Weighted average of the context tokens, [d_model]."""
-    d_model = averaged.size // LANES
-    for m in range(d_model):
-        mean = fill(0.0)
-        for pair in range(values.size // LANES):
-            mean = mean + load(values, pair) * load(context, pair * d_model + m)
-        store(averaged, m, mean * inverse)
+def weighted_sum(values, context, d_model, m):
+    """Weighted sum over the pairs of entry m of the tokens."""
+    total = fill(0.0)
+    for pair in range(values.size // LANES):
+        total = total + load_lanes(values, pair) * load_lanes(context, pair * d_model + m)
+    return total
 
 
 @compiled()
-def add_QK_gradient(slopes, centre, context, query, d_averaged, reading, d_QK):
-    """Add one block's part of the gradient in QK, lanes [d_x, d_model]."""
+def three_weighted_sums(values, context, d_model, m):
+    """Weighted sums of entries m, m + 1 and m + 2: three sums side by side do not wait for each other."""
+    first, second, third = fill(0.0), fill(0.0), fill(0.0)
+    for pair in range(values.size // LANES):
+        weight, index = load_lanes(values, pair), pair * d_model + m
+        first = first + weight * load_lanes(context, index)
+        second = second + weight * load_lanes(context, index + 1)
+        third = third + weight * load_lanes(context, index + 2)
+    return first, second, third
+
+
+@compiled()
+def set_weighted_sums(values, context, sums):
+    """Weighted sum over the pairs of every entry of the tokens, [d_model]."""
+    d_model = sums.size // LANES
+    in_threes = d_model - d_model % 3
+    for m in range(0, in_threes, 3):
+        first, second, third = three_weighted_sums(values, context, d_model, m)
+        store_lanes(sums, m, first)
+        store_lanes(sums, m + 1, second)
+        store_lanes(sums, m + 2, third)
+    for m in range(in_threes, d_model):
+        store_lanes(sums, m, weighted_sum(values, context, d_model, m))
+
+
+@compiled()
+def add_QK_gradient(slopes, centre, context, query, d_averaged, d_key, d_QK):
+    """Add one block's part of the gradient in QK, lanes [d_x, d_model]; `slopes` becomes the gradient in the scores."""
     # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
     d_model = d_averaged.size // LANES
-    length = reading.size // LANES
-    for pair in range(length):
+    for pair in range(slopes.size // LANES):
         value = fill(0.0) - centre
         for m in range(d_model):
-            value = value + load(d_averaged, m) * load(context, pair * d_model + m)
-        store(reading, pair, value * load(slopes, pair))
-    for m in range(d_model):
-        d_key = fill(0.0)
-        for pair in range(length):
-            d_key = d_key + load(reading, pair) * load(context, pair * d_model + m)
-        for i in range(query.size // LANES):
+            value = value + load_lanes(d_averaged, m) * load_lanes(context, pair * d_model + m)
+        store_lanes(slopes, pair, value * load_lanes(slopes, pair))
+    set_weighted_sums(slopes, context, d_key)
+    for i in range(query.size // LANES):
+        for m in range(d_model):
             index = i * d_model + m
-            store(d_QK, index, load(d_QK, index) + load(query, i) * d_key)
+            store_lanes(
+                d_QK, index, load_lanes(d_QK, index) + load_lanes(query, i) * load_lanes(d_key, m)
+            )
 
 
 @compiled()
 def predict_block(OV, averaged, error):
     """Add a head's outputs, [d_y], to `error`."""
     for n in range(OV.shape[1]):
-        output = load(error, n)
+        output = load_lanes(error, n)
         for m in range(OV.shape[0]):
-            output = output + load(averaged, m) * OV[m, n]
-        store(error, n, output)
+            output = output + load_lanes(averaged, m) * OV[m, n]
+        store_lanes(error, n, output)
 
 
 @compiled()
@@ -142,12 +176,12 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
     d_model, d_y = OV.shape
     centre = fill(0.0)
     for m in range(d_model):
-        d_mean, mean = fill(0.0), load(averaged, m)
+        d_mean, mean = fill(0.0), load_lanes(averaged, m)
         for n in range(d_y):
             index = m * d_y + n
-            store(d_OV, index, load(d_OV, index) + mean * load(d_output, n))
-            d_mean = d_mean + load(d_output, n) * OV[m, n]
-        store(d_averaged, m, d_mean)
+            store_lanes(d_OV, index, load_lanes(d_OV, index) + mean * load_lanes(d_output, n))
+            d_mean = d_mean + load_lanes(d_output, n) * OV[m, n]
+        store_lanes(d_averaged, m, d_mean)
         centre = centre + d_mean * mean
     return centre
 
@@ -156,7 +190,7 @@ def add_OV_gradient(OV, averaged, d_output, d_averaged, d_OV):
 def scale_block(block, factor):
     """block *= factor."""
     for index in range(block.size // LANES):
-        store(block, index, load(block, index) * factor)
+        store_lanes(block, index, load_lanes(block, index) * factor)
 
 
 @compiled()
@@ -164,34 +198,34 @@ def block_gradients(context, query, target, QK, OV, slots, score, slope, squares
     """Add one block's part to each model's squared error and, without their common factor, to its gradients."""
     n_heads, d_model, d_y = OV.shape
     n_slots, size = slots.shape[1], context.size // d_model
-    values, slopes = np.empty((n_slots, size), np.float32), np.empty((n_slots, size), np.float32)
-    averaged = np.empty((n_slots, d_model * LANES), np.float32)
-    inverses = np.empty(n_slots * LANES, np.float32)
-    keys, reading = np.empty(d_model * LANES, np.float32), np.empty(size, np.float32)
-    error = np.empty(d_y * LANES, np.float32)
+    values = aligned(n_slots * size).reshape(n_slots, size)
+    slopes = values if score == _SOFTMAX else aligned(n_slots * size).reshape(n_slots, size)
+    averaged = aligned(n_slots * d_model * LANES).reshape(n_slots, d_model * LANES)
+    inverses, error = aligned(n_slots * LANES), aligned(d_y * LANES)
+    keys, d_keys = aligned(d_model * LANES), aligned(d_model * LANES)
     for model in range(slots.shape[0]):
         for n in range(d_y):
-            store(error, n, fill(0.0) - load(target, n))
+            store_lanes(error, n, fill(0.0) - load_lanes(target, n))
         for slot in range(n_slots):
             head = slots[model, slot]
             if head < n_heads:
                 peak = score_block(QK[head], query, context, keys, values[slot])
                 inverse = activate(score, slope, peak, values[slot], slopes[slot])
-                store(inverses, slot, inverse)
-                average(values[slot], inverse, context, averaged[slot])
+                store_lanes(inverses, slot, inverse)
+                set_weighted_sums(values[slot], context, averaged[slot])
+                scale_block(averaged[slot], inverse)
                 predict_block(OV[head], averaged[slot], error)
-        square = load(squares, model)
+        square = load_lanes(squares, model)
         for n in range(d_y):
-            square = square + load(error, n) * load(error, n)
-        store(squares, model, square)
+            square = square + load_lanes(error, n) * load_lanes(error, n)
+        store_lanes(squares, model, square)
         for slot in range(n_slots):
-            head, inverse = slots[model, slot], load(inverses, slot)
+            head, inverse = slots[model, slot], load_lanes(inverses, slot)
             if head < n_heads:
                 centre = add_OV_gradient(OV[head], averaged[slot], error, keys, d_OV[head])
                 scale_block(keys, inverse)
                 centre = fill(0.0) if score == _LINEAR else centre * inverse
-                slope_of = values[slot] if score == _SOFTMAX else slopes[slot]
-                add_QK_gradient(slope_of, centre, context, query, keys, reading, d_QK[head])
+                add_QK_gradient(slopes[slot], centre, context, query, keys, d_keys, d_QK[head])
 
 
 @compiled()
@@ -199,11 +233,9 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
     """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
     batch, length, d_x = x.shape
     n_heads, d_model, d_y = OV.shape
-    context = np.empty(length * d_model * LANES, np.float32)
-    query, target = np.empty(d_x * LANES, np.float32), np.empty(d_y * LANES, np.float32)
-    squares = np.zeros(loss.size * LANES, np.float32)
-    QK_sums = np.zeros((n_heads, d_x * d_model * LANES), np.float32)
-    OV_sums = np.zeros((n_heads, d_model * d_y * LANES), np.float32)
+    context, query = aligned(length * d_model * LANES), aligned(d_x * LANES)
+    target, squares = aligned(d_y * LANES), aligned_zeros(1, loss.size)[0]
+    QK_sums, OV_sums = aligned_zeros(n_heads, d_x * d_model), aligned_zeros(n_heads, d_model * d_y)
     for first in range(0, batch, LANES):
         context_block(x, y, first, context)
         block_of(x_query, first, query)
@@ -222,7 +254,7 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
 def sum_lanes(block, factor, sums):
     """Sums over lanes, times factor."""
     for index in range(sums.size):
-        sums[index] = total(load(block, index)) * factor
+        sums[index] = total(load_lanes(block, index)) * factor
 
 
 @compiled()
@@ -252,7 +284,7 @@ def set_loss_and_gradients(
     """Set the loss of every model and its gradient in its weights; the gradient arrays must be zero at the start.
 
     `slots` are the heads of each model, [model, slot]; the number n_heads marks an empty slot. `score` is an index in
-    KINDS. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
+    STEP_SCORES. "linear/L" uses the index of "linear", with slope C divided by the number of keys.
     """
     d_x, (n_heads, d_model, d_y) = x.shape[2], (W_O.shape[0], W_Q.shape[1], W_O.shape[2])
     QK = np.zeros((n_heads, d_x, d_model), np.float32)

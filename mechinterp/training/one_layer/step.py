@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig
 from mechinterp.config.model import NAMES
-from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
-from mechinterp.models.heads import attend, stack
+from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import CHUNK_BYTES, Batch, Run, flattened, own, uniform
+from mechinterp.training.run import BATCH_CHUNK_BYTES, Batch, TrainingRun, flattened, own, uniform
 
 LANES = 32
 """Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
@@ -123,7 +123,7 @@ def by_tensors(
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
-    _, slope, averaged = attend(weights, context, x_query)  # [b, l, h], [b, m, h]
+    _, slope, averaged = attend_at_query(weights, context, x_query)  # [b, l, h], [b, m, h]
     # Products and sums are faster than batched matrix products for d_y of one or two, and leave the axes in the order that
     # the large products below need.
     outputs = (averaged[..., None] * OV).sum(1)  # [b, h, n]
@@ -161,11 +161,11 @@ def _require_kernel() -> None:
         ValueError: If they differ.
     """
     from mechinterp.training.lanes import require_close
-    from mechinterp.training.one_layer.kernel import KINDS
+    from mechinterp.training.one_layer.kernel import STEP_SCORES
 
     task = TaskConfig(d_x=2, context_length=3)
     members, prompt = membership([1, 2]), draw_prompts(task, 1)
-    for score in KINDS:
+    for score in STEP_SCORES:
         model = ModelConfig(n_heads=3, score=score, score_slope=0.5)
         weights = initial_weights(ExperimentConfig(task=task, model=model))
         weights = weights.with_tensors({n: 2 * t for n, t in weights.tensors.items()})
@@ -180,7 +180,7 @@ def _by_kernel(
     weights: Weights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], Weights]:
     # Imported here, so that reading checkpoints does not load the compiler.
-    from mechinterp.training.one_layer.kernel import KINDS, set_loss_and_gradients
+    from mechinterp.training.one_layer.kernel import STEP_SCORES, set_loss_and_gradients
 
     score, slope = weights.model.score, weights.model.score_slope
     if score == "linear/L":
@@ -192,7 +192,7 @@ def _by_kernel(
     # The kernel takes the y columns of W_O alone.
     y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
     d_y_columns = np.zeros_like(y_columns)
-    settings = (members.slots.numpy(), KINDS.index(score), slope, weights.scale, loss)
+    settings = (members.slots.numpy(), STEP_SCORES.index(score), slope, weights.scale, loss)
     set_loss_and_gradients(
         *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
         *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
@@ -202,7 +202,7 @@ def _by_kernel(
     return torch.from_numpy(loss), weights.with_tensors(named)
 
 
-class Pack(Run[Weights]):
+class Pack(TrainingRun[Weights]):
     """One-layer models that train together."""
 
     def __init__(
@@ -270,6 +270,14 @@ class Pack(Run[Weights]):
     def _of_tasks(self) -> list[tuple[Weights, Membership]]:
         """Heads of the models of each task, as views of `flat`."""
         return [(self.weights[heads], members) for heads, members in self._parts]
+
+    @cached_property
+    def _numbers(self) -> Numbers | None:
+        if self.device.type != "cpu":
+            return None
+        from mechinterp.training.normal import normal_numbers  # loads the compiler
+
+        return normal_numbers
 
     def _measured(self) -> dict[str, Tensor]:
         row = {name: getattr(self.weights, name) for name in LOGGED}
@@ -350,4 +358,4 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     # A chunk of prompts, and the random numbers that it is made from.
     batch = max(train.batch_size, train.n_eval_prompts) * prompt_bytes(task)
     n_pools = len({config.task for config in models.values()})
-    return 4 * floats + 4 * n_pools * min(batch, CHUNK_BYTES)
+    return 4 * floats + 4 * n_pools * min(batch, BATCH_CHUNK_BYTES)

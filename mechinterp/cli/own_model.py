@@ -1,0 +1,73 @@
+"""Modules of the user's own code as models of the commands: my_module:model."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mechinterp.checkpoints.foreign.options import Hints
+    from mechinterp.checkpoints.plain_modules import HookedModule
+
+TAKEN = ("task", "n_heads")
+"""Settings of files that commands take for a module, too."""
+
+
+def is_own_model(path: Path) -> bool:
+    """True for module:name, such as my_module:model, unless there is a file of that name."""
+    return bool(re.fullmatch(r"[\w.]+:\w+", str(path))) and not os.path.lexists(path)
+
+
+def require_file(path: Path, command: str) -> None:
+    """Refuse a module where a command needs a file.
+
+    Raises:
+        ValueError: If the path names a module.
+    """
+    if is_own_model(path):
+        raise ValueError(
+            f"{path}: {command} needs a checkpoint or a file of weights, got a module."
+        )
+
+
+def own_model(named: str, hints: "Hints", device: str) -> "HookedModule":
+    """The module `my_module:model` with hooks, under this name.
+
+    Args:
+        hints: Settings that the options state; of these a module takes its task and number of heads.
+        device: Where a module runs that is not hooked yet.
+    Raises:
+        ValueError: If there is no such name, it is neither a module nor a function that makes one, or an option does not
+            suit a module.
+    """
+    from torch import nn
+
+    from mechinterp.analysis.registry import own_object
+    from mechinterp.checkpoints.io.files import one_line
+    from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+
+    for name in hints.given:
+        if name not in TAKEN:
+            raise ValueError(
+                f"{named}: {name} is a setting of files; a module takes task and n_heads, and all else by hook_module, such as "
+                "model = hook_module(module, read=...) in the file."
+            )
+    made = own_object(named)
+    rule = f"{named}: must be a torch.nn.Module, a hooked module or a function that makes one without arguments"
+    if callable(made) and not isinstance(made, nn.Module | HookedModule):
+        try:
+            made = made()
+        except Exception as error:
+            raise ValueError(
+                f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
+            ) from None
+    if isinstance(made, nn.Module):
+        made = hook_module(made.to(device), task=hints.task, heads=hints.n_heads)
+    elif not isinstance(made, HookedModule):
+        raise ValueError(f"{rule}, got {type(made).__name__}.")
+    elif hints.given:
+        raise ValueError(
+            f"{named}: is hooked already, with its own settings, got {', '.join(hints.given)}: state them in hook_module."
+        )
+    return replace(made, name=named)

@@ -1,0 +1,96 @@
+"""Modules of a user's own code on the command line: every command gives what Python gives."""
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mechinterp.analysis.check import check
+from mechinterp.analysis.registry import ANALYSES, own_object, run_analysis
+from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.report.to_json import dumps, to_json
+from tests.conftest import Run
+
+SOURCE = """
+import torch
+from torch import nn
+from mechinterp import hook_module
+
+TASK = {"d_x": 3, "context_length": 6}
+
+
+def build():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 1))
+
+
+model = build()
+hooked = hook_module(model, task=TASK)
+"""
+TASK = {"d_x": 3, "context_length": 6}
+NAMED = "module_of_mine:model"
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "module_of_mine.py").write_text(SOURCE)
+    (tmp_path / "task.json").write_text(json.dumps(TASK))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "module_of_mine", raising=False)
+    return tmp_path
+
+
+def test_every_analysis_of_a_module_is_that_of_python(run: Run, mine: Path):
+    module = hook_module(own_object(NAMED), task=TASK)
+    runs = check(module, n_prompts=32).to_frame().set_index("analysis")["runs"]
+    assert runs.sum() >= 12
+    for name in runs.index[runs]:
+        seeded = ["--n-prompts", 64] if ANALYSES[name].draws_prompts else []
+        shown = (
+            run(name, NAMED, "--task", "task.json", *seeded, "--json", "--quiet").done().document
+        )
+        shown = shown[0] if isinstance(shown, list) else shown
+        assert (shown.pop("path"), shown.pop("format")) == (NAMED, "module"), name
+        found = run_analysis(name, module, n_prompts=64 if seeded else None)
+        expected = json.loads(dumps(to_json(name, module, found)))
+        assert shown == {k: v for k, v in expected.items() if k not in ("path", "format")}, name
+
+
+def test_a_module_has_a_row_and_a_page(run: Run, mine: Path):
+    stated = ("--task", "task.json", "--n-prompts", 64, "--quiet")
+    run("classify", NAMED, *stated, "--out", "rows.csv").done()
+    row = pd.read_csv(mine / "rows.csv").iloc[0]
+    assert (row["path"], row["format"], row["n_layers"], row["n_heads"]) == (NAMED, "module", 1, 2)
+    run("report", NAMED, *stated, "--analysis", "ablate", "--out", "page").done()
+    assert NAMED in (mine / "page" / "index.html").read_text()
+
+
+def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
+    err = run("error-curve", "module_of_mine:hooked", "--n-prompts", 16).done().err
+    assert "task.noise_var = 0.1" in err
+    assert "task.d_x" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("info", NAMED), ("info", "module")),
+        (("convert", NAMED, "--to", "npz", "--out", "new.npz"), ("convert", "module")),
+        (("classify", NAMED, "--score", "softmax"), ("score", "hook_module")),
+        (("ablate", "module_of_mine:hooked", "--n-heads", 2), ("n_heads", "hooked already")),
+        (("ablate", "module_of_mine:TASK"), ("dict",)),
+        (("ablate", "module_of_mine:none"), ("'none'",)),
+        (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
+    ],
+)
+def test_what_a_module_cannot_be_asked_is_refused(run: Run, mine: Path, words, said):
+    run(*words).assert_refused(*said)
+
+
+def test_a_file_with_a_colon_in_its_name_stays_a_file(run: Run, mine: Path):
+    (mine / "module_of_mine:model").write_text("no weights")
+    run("ablate", NAMED).assert_refused(NAMED, "file")
