@@ -28,16 +28,10 @@ from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.linear import moments_bytes, train_linear
+from mechinterp.training.linear_models import moments_bytes, train_linear
 from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import (
-    OnLog,
-    Progress,
-    TrainingRun,
-    stored_models,
-    stored_origin,
-    train_run,
-)
+from mechinterp.training.run import OnLog, Progress, TrainingRun, train_run
+from mechinterp.training.state import stored_models, stored_origin
 
 LOCK = ".lock"
 RESULTS = "results.parquet"

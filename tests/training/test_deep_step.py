@@ -11,10 +11,10 @@ from mechinterp.models.run import general as weights_alone
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
+from mechinterp.training.batches import LANES
 from mechinterp.training.general import step
 from mechinterp.training.general.step import attend_for_training, loss_and_gradients
 from mechinterp.training.general.trainer import initial_deep_weights
-from mechinterp.training.lanes import LANES
 from tests.deep_models import random_model
 
 SCORES = ("linear", *CONTEXT_ONLY_SCORES)
