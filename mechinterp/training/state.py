@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import fill_with_tensors
 from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
+from mechinterp.checkpoints.native.tensors import fill_with_tensors
 from mechinterp.config import ExperimentConfig, TrainConfig, from_dict
 
 _FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)

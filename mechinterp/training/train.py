@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load, require_fit
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.checkpoints.io.files import CheckpointError, delete_leftovers
 from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
 from mechinterp.checkpoints.native.document import named_config, read_document
 from mechinterp.checkpoints.native.folder import FILES, document_file, read_history
 from mechinterp.checkpoints.native.tables import require_own_table
+from mechinterp.checkpoints.native.tensors import require_fit
 from mechinterp.config import ExperimentConfig, differences
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.models.weights import Weights
