@@ -22,8 +22,8 @@ from mechinterp.config import ModelConfig
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import is_normalised, pattern_and_slope
-from mechinterp.models.run import general as weights_alone
-from mechinterp.models.run.general import Keys, Queries, predict_deep, predictions_at_every
+from mechinterp.models.run.attend import Keys, Queries, attend_by_patterns
+from mechinterp.models.run.general import predict_deep, predictions_at_every
 from mechinterp.models.weights import Weights
 from mechinterp.training.batches import LANES
 
@@ -99,7 +99,7 @@ def attend_for_training(
         tensor([1., 1.])
     """
     if not (model.context_only and _is_compiled(model.score, q)):
-        return weights_alone.attend_by_patterns(q, k, v, model, rows)
+        return attend_by_patterns(q, k, v, model, rows)
     n_keys = k.shape[1] - (not model.attend_to_self)
     attention = _Attention(model.score, model.score_slope, n_keys)
     return _Attended.apply(q, k, v, attention)
