@@ -25,7 +25,8 @@ from mechinterp.training.one_layer.step import (
     pack_bytes,
     packs,
 )
-from mechinterp.training.train import FIRST_USE_BYTES, pack_jobs, train_models
+from mechinterp.training.run_folder import pack_jobs
+from mechinterp.training.train import FIRST_USE_BYTES, train_models
 from tests.conftest import assert_same, python
 from tests.training.test_sweep import SMALL
 from tests.training.test_trainer import finished
