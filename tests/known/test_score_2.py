@@ -1,6 +1,7 @@
 """Scores of version 2: the truth of each kind scores 1 on itself, a random order 0, and ties count as the mean of their
 orders."""
 
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
+from mechinterp.analysis.patching.circuit import circuit_faithfulness
 from mechinterp.known import Entry, Suite, score, suite
 from mechinterp.known.agreement import (
     agreement,
@@ -104,6 +106,53 @@ def test_a_tie_counts_as_the_mean_of_its_orders():
     assert of_tied[name] == pytest.approx(np.mean([each[name] for each in matters]))
 
 
+def test_areas_of_tied_edges_lie_between_those_of_both_orders():
+    """Two of a chain of three edges are tied for the second place."""
+    entry = HAND["minimum-2"]
+    edges = entry.edges()
+    value = {("L0H0", "output"): 9.0, ("input", "L0H0.v"): 8.0, ("L0H1", "output"): 7.0}
+
+    def areas(**changed: float) -> dict[str, float]:
+        places = list(edges.itertuples(index=False, name=None))
+        size = [value.get(edge, 1 / (2 + n)) for n, edge in enumerate(places)]
+        for head, own in changed.items():
+            size[places.index((head, "output"))] = own
+        return score_edges_of_all(entry, edges.assign(value=size))
+
+    first, second, tied = areas(), areas(L0H1=8.5), areas(L0H1=8.0)
+    for name in ("edges cpr", "edges cmd"):
+        low, high = sorted((first[name], second[name]))
+        assert low < tied[name] < high
+
+
+def test_the_first_edges_of_a_ranking_are_those_of_the_largest_values():
+    entry = HAND["minimum-3"]
+    edges, (clean, corrupted) = entry.edges(), entry.pairs
+    values = np.random.default_rng(6).normal(size=len(edges))
+    order = edges.iloc[np.argsort(-np.abs(values))]
+    expected = circuit_faithfulness(
+        entry.checkpoint, order, clean, corrupted=corrupted, nodes="all"
+    )
+    found = score_edges_of_all(entry, edges.assign(value=values))
+    assert found["edges cpr"] == pytest.approx(expected.cpr)
+    assert found["edges cmd"] == pytest.approx(expected.cmd)
+
+
+def test_effects_above_a_hundredth_of_the_largest_matter():
+    effects = np.array([-1.0, 0.0101, 0.0099, 0.0, 0.0])
+    values = np.array([5.0, 1.0, 4.0, 3.0, 2.0])
+    # Of six pairs, the first effect is right in three, the second in none.
+    assert agreement("heads in", values, effects)["heads in auroc"] == pytest.approx(3 / 6)
+
+
+def test_circuits_of_two_heads_are_scored():
+    """There are two circuits of one head: the better one scores 1, the other -1."""
+    entry = HAND["minimum-2"]
+    single = entry.truth.heads_in.value
+    assert score_heads_of_all(entry, single)["circuits in"] == pytest.approx(1)
+    assert score_heads_of_all(entry, single[:, ::-1])["circuits in"] == pytest.approx(-1)
+
+
 def test_agreement_is_that_of_other_packages():
     rng = np.random.default_rng(2)
     for _ in range(20):
@@ -144,6 +193,53 @@ def test_the_true_subspace_scores_1_and_others_less(name: str):
     assert found["subspace cosine"] < 0.9
     nothing = score_subspaces(entry, {})
     assert nothing == {"subspace interchange": 0, "subspace cosine": 0}
+
+
+def test_a_subspace_that_nothing_reads_scores_0():
+    """No layer reads x after the last one, so that interchange of it leaves the predictions as they are."""
+    entry = HAND["gd-2"]
+    last = entry.variables[-1]
+    found = score_subspaces(entry, {last.name: np.eye(1, 5)})
+    # The other variable has no answer, and counts 0, too.
+    assert found["subspace interchange"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_subspace_of_random_weights_is_scored_by_the_counterfactual():
+    entry, rng = HAND["random-gd-3"], np.random.default_rng(7)
+    base, source = entry.base_and_source
+    without, expected = entry.checkpoint.predictor.predict(base), []
+    bases = {variable.name: rng.normal(size=(1, 5)) for variable in entry.variables}
+    for variable in entry.variables:
+        target = variable.counterfactual(entry.hooked, base, source)
+        found = interchanged(entry.hooked, variable, bases[variable.name], base, source)
+        missed = ((each - target).square().sum().item() for each in (found, without))
+        expected.append(max(1 - next(missed) / next(missed), -1))
+    assert score_subspaces(entry, bases) == {"subspace control": pytest.approx(np.mean(expected))}
+    assert np.mean(expected) < 0.5
+
+
+def test_a_harmful_subspace_scores_minus_1_and_no_less():
+    """Interchange in a random subspace in place of that of x puts the predictions far off."""
+    entry = HAND["gd-plus-plus-2"]
+    name = "x after layer 1"
+    basis = np.random.default_rng(0).normal(size=entry.truth.variables.value[name].shape)
+    found = score_subspaces(entry, {name: basis})["subspace interchange"]
+    assert found == pytest.approx(-1 / len(entry.variables))
+
+
+def test_interchange_changes_one_position_alone():
+    entry = HAND["gd-2"]
+    base, source = entry.base_and_source
+    hooked, first = entry.hooked, replace(entry.variables[0], at=3)
+    found = interchanged(hooked, first, np.eye(5), base, source)
+    own, other = (hooked.run_with_cache(hooked.tokens(each))[1] for each in (base, source))
+    mixed = own[first.hook].clone()
+    mixed[:, 3] = other[first.hook][:, 3]
+    layer = int(first.hook.split(".")[1]) + 1
+    with torch.no_grad():
+        expected = hooked(mixed, start_at_layer=layer)[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert (found - hooked.predict(base)).abs().max() > 1e-3
 
 
 def test_a_random_subspace_has_the_cosine_of_its_dimension():
