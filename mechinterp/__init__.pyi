@@ -31,6 +31,7 @@ from mechinterp.analysis.training.learning_coefficient import (
 from mechinterp.analysis.training.monitor import Monitor as Monitor
 from mechinterp.analysis.training.sampler import Chains as Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint as Checkpoint
+from mechinterp.checkpoints.foreign.recurrent import recurrent_module as recurrent_module
 from mechinterp.checkpoints.load import load as load
 from mechinterp.checkpoints.plain_modules import hook_module as hook_module
 from mechinterp.config import CovarianceConfig as CovarianceConfig

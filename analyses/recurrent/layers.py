@@ -1,9 +1,9 @@
 """Trained layers for the calibration of labels along the pairs.
 
-    python -m analyses.recurrent.layers --out FOLDER  (ten minutes on one core; --second: five)
+    python -m analyses.recurrent.layers --out FOLDER --draw fourth  (five to ten minutes on one core)
 
-Layers of random sizes and tasks; every second task drifts. The first draw has sixty, with 3,000 updates each, the second
-forty with 1,500. A finished layer is kept, so that a second run goes on where the first stopped.
+Layers of random sizes and tasks; every second task drifts. The first draw has sixty, with 3,000 updates each; the second
+has forty, the third and fourth fifty, with 1,500. A finished layer is kept, so that a second run goes on where the first stopped.
 """
 
 from dataclasses import replace
@@ -16,10 +16,11 @@ from mechinterp import TaskConfig
 from mechinterp.config import ExperimentConfig, ModelConfig, TrainConfig
 from mechinterp.training.train import train_models
 
-SEEDS = {"first": 710, "second": 711}
+SEEDS = {"first": 710, "second": 711, "third": 712, "fourth": 713}
 """First number of the seeds of each draw."""
 FOLDER = Path("runs/recurrent-calibration")
-STEPS = {"first": 3000, "second": 1500}
+STEPS = {"first": 3000, "second": 1500, "third": 1500, "fourth": 1500}
+"""Number of updates of each draw."""
 TRAIN = TrainConfig(
     batch_size=64,
     learning_rate=3e-3,
@@ -41,7 +42,7 @@ FAMILIES = {
     "gated-delta-by-token": (4, ModelConfig(n_heads=1, score="gated_delta", gates="token")),
 }
 """Number of layers of each family in the first draw, and their model."""
-SECOND = {
+LATER = {
     "gated": 6,
     "delta": 6,
     "gated-delta": 8,
@@ -51,7 +52,14 @@ SECOND = {
     "gated-by-token": 2,
     "gated-delta-by-token": 2,
 }
-"""Number of layers of each family in the second draw; more of mesa layers, one of which had a wrong name in the first."""
+"""Number of layers of each family in the later draws; more of mesa layers, one of which had a wrong name in the first."""
+COUNTS = {
+    "first": {family: count for family, (count, _) in FAMILIES.items()},
+    "second": LATER,
+    "third": {**LATER, "mesa": 22},
+    "fourth": {**LATER, "mesa": 22},
+}
+"""Number of layers of each family by draw. From the third on there are more mesa layers, which had all wrong names before."""
 
 
 def drawn_task(random: np.random.Generator, *, drifts: bool) -> TaskConfig:
@@ -67,8 +75,8 @@ def drawn_task(random: np.random.Generator, *, drifts: bool) -> TaskConfig:
 def configs(draw: str = "first") -> dict[str, ExperimentConfig]:
     """Configs of all layers of a draw by name."""
     found, first, steps = {}, SEEDS[draw], STEPS[draw]
-    for index, (family, (count, model)) in enumerate(FAMILIES.items()):
-        for number in range(count if draw == "first" else SECOND.get(family, 0)):
+    for index, (family, (_, model)) in enumerate(FAMILIES.items()):
+        for number in range(COUNTS[draw].get(family, 0)):
             random = np.random.default_rng([first, index, number])
             task = drawn_task(random, drifts=number % 2 == 1)
             seed = first + 100 * index + number
@@ -82,9 +90,11 @@ def configs(draw: str = "first") -> dict[str, ExperimentConfig]:
 
 def main() -> None:
     parser = parser_of(__doc__, out=FOLDER)
-    parser.add_argument("--second", action="store_true", help="layers of the second draw")
+    parser.add_argument(
+        "--draw", choices=list(SEEDS), default="fourth", help="which draw of layers"
+    )
     given = parsed(parser)
-    train_models(configs("second" if given.second else "first"), given.out, resume=True)
+    train_models(configs(given.draw), given.out, resume=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,11 @@ FUNCTIONS = {
     "third": "calibration_third_models",
     "fourth": "calibration_models",
 }
-LAYERS = {"first": "calibration_trained_first", "second": "calibration_trained"}
+LAYERS = {
+    "first": "calibration_trained_first",
+    "second": "calibration_trained_second",
+    "third": "calibration_trained",
+}
 """Files of the draws of the calibration along the pairs."""
 
 

@@ -4,7 +4,8 @@
 
 The layers are those of analyses/recurrent/layers.py. The truth about a layer comes from its predictions, by fits of five
 learners that are written as loops (analyses/recurrent/learners.py) and share no code with the rules of names. A label is
-right if all three hold. On tasks that drift, each learner also counts times rho, as a prediction with the next task vector:
+right if all three hold. On tasks that drift, each learner also counts times rho, as a prediction with the next task vector.
+Since the fourth draw a factor within 5% of 1 or rho is fitted too, as in the rules of names, and fits have three starts:
 
 - its learner explains R² 0.98 on fresh prompts of the layer's task, and 0.95 on prompts with another drift;
 - no other of the five explains more by 0.005 on either;
@@ -12,9 +13,10 @@ right if all three hold. On tasks that drift, each learner also counts times rho
   length, where the formula of the layer says which sums grow with the length.
 
 Its scalars are right if alpha is within 0.01 of the gate in the weights, and the others within 10% of theirs; this is asked
-of layers of one head with constant gates. The right class of `response` follows from finite differences of the predictions; in the first
+of layers of one head with constant gates, and of scalars whose stated error is finite. The right class of `response` follows from finite differences of the predictions; in the first
 draw it was that of the layer's formula, which is another where keys read y. Layers that the file already has, and
-those that are not trained yet, are skipped. Writes analyses/results/recurrent/calibration_trained.csv; that of the first draw is calibration_trained_first.csv.
+those that are not trained yet, are skipped. Writes analyses/results/recurrent/calibration_trained.csv for the fourth draw; those of
+the first three, under earlier rules, are calibration_trained_{first,second,third}.csv.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,12 +41,18 @@ from mechinterp import Checkpoint, Prompts, TaskConfig, load, name_algorithm, re
 from mechinterp.analysis.response import reading
 from mechinterp.icl.prompts import draw_prompts
 
+DRAW = "fourth"
+"""Draw of the layers that are named."""
 FILE = "calibration_trained.csv"
 N_FITTED, N_SCORED = 256, 2048
 FITTED, SCORED = 7101, 7102
 """Seeds of the prompts of fits and of scores."""
 OWN, OTHER = 0.98, 0.95
 """Smallest R² of a right label's learner, on prompts of the task and with another drift."""
+READ_OUT = 0.05
+"""Largest distance from 1 of a fitted factor on predictions."""
+STARTS = (0.2, 0.05, 0.01)
+"""First forgetting per pair, -log of the factor, of the fits."""
 LEAD = 0.005
 ERRORS = 2
 """Standard errors by which a smaller learner must be worse than one that contains it."""
@@ -64,12 +72,14 @@ N_CLASSED, N_REPLACED = 64, 6
 
 @dataclass(frozen=True)
 class Truth:
-    """A learner that may be the truth, as a function of the logarithms of its scalars."""
+    """A learner that may be the truth, as a function of its scalars."""
 
     build: Callable[..., Learner]
     start: tuple[float, ...]
     factor: int | None = None
     """Place of the scalar that is a factor per pair, at most 1."""
+    scaled: bool = False
+    """True: a factor on the predictions near 1 is fitted too. False: the step is such a factor."""
 
 
 def candidates(length: int | None) -> dict[str, Truth]:
@@ -82,9 +92,10 @@ def candidates(length: int | None) -> dict[str, Truth]:
             lambda eta, gate, c: make.online(lambda _, square: eta / (1 + c * square), gate=gate),
             (0.1, 0.98, 0.02),
             1,
+            scaled=True,
         ),
-        "ridge_like": Truth(lambda penalty: make.recursive(1.0, penalty), (0.5,)),
-        "recursive_least_squares": Truth(make.recursive, (0.95, 0.5), 0),
+        "ridge_like": Truth(lambda penalty: make.recursive(1.0, penalty), (0.5,), scaled=True),
+        "recursive_least_squares": Truth(make.recursive, (0.95, 0.5), 0, scaled=True),
     }
 
 
@@ -98,17 +109,30 @@ def fitted(
 
 
 def _fitted(truth: Truth, prompts: Prompts, target: Tensor) -> Learner:
-    """The learner with the scalars of least squared error."""
+    """The learner with the scalars of least squared error, from three starts.
 
-    def error(logs: np.ndarray) -> float:
-        return float((truth.build(*np.exp(logs))(prompts) - target).square().mean())
+    No scalar has a bound, at which the search would stay: a factor per pair is exp(-exp u), and the others are exp u.
+    """
 
-    bounds = [(None, 0.0 if n == truth.factor else 5.0) for n in range(len(truth.start))]
-    options = {"xatol": 1e-4, "fatol": 1e-9, "maxiter": 300}
-    found = minimize(
-        error, np.log(truth.start), method="Nelder-Mead", bounds=bounds, options=options
-    )
-    return truth.build(*np.exp(found.x))
+    def built(u: np.ndarray) -> Learner:
+        values = np.exp(np.clip(u[: len(truth.start)], -30, 5))
+        if truth.factor is not None:
+            values[truth.factor] = np.exp(-values[truth.factor])
+        learner = truth.build(*values)
+        return make.times(learner, 1 + READ_OUT * np.tanh(u[-1])) if truth.scaled else learner
+
+    def error(u: np.ndarray) -> float:
+        return float((built(u)(prompts) - target).square().mean())
+
+    options = {"xatol": 1e-4, "fatol": 1e-9, "maxiter": 600}
+    found = []
+    for forgetting in STARTS:
+        start = np.log(truth.start)
+        if truth.factor is not None:
+            start[truth.factor] = np.log(forgetting)
+        start = np.append(start, 0.0) if truth.scaled else start
+        found.append(minimize(error, start, method="Nelder-Mead", options=options))
+    return built(min(found, key=lambda each: each.fun).x)
 
 
 def laws(task: TaskConfig) -> dict[str, TaskConfig]:
@@ -232,14 +256,18 @@ def says_scalars(checkpoint: Checkpoint) -> bool:
 
 
 def scalars_right(checkpoint: Checkpoint, label: str, scalars: Mapping[str, float]) -> bool | None:
-    """True if the scalars of a label are those of the weights; None where the weights do not say them."""
+    """True if the scalars of a label are those of the weights; None where the weights do not say them.
+
+    Args:
+        scalars: Values by name, without those whose error is infinite.
+    """
     if not says_scalars(checkpoint) or LEARNER[checkpoint.config.model.score] != label:
         return None
     said = said_by_weights(checkpoint.weights)
-    alpha = scalars["gate" if label == "online_gd" else "alpha"]
-    second = "penalty" if "penalty" in scalars else "eta"
+    alpha = scalars.get("gate" if label == "online_gd" else "alpha", said["alpha"])
+    second = "penalty" if label == "recursive_least_squares" else "eta"
     there = said[second] * (checkpoint.task.context_length if label == "forgetting_gd" else 1)
-    off = abs(scalars[second] / there - 1)
+    off = abs(scalars.get(second, there) / there - 1)
     return bool(abs(alpha - said["alpha"]) <= ALPHA and off <= RELATIVE)
 
 
@@ -253,6 +281,7 @@ def row_of(name: str, checkpoint: Checkpoint) -> dict[str, object]:
     if label not in NAMELESS:
         verdict = "right" if is_right(label, left) else "wrong"
         values = found.scalar_frame()
+        values = values[np.isfinite(values["sem"])]
         scalars = scalars_right(
             checkpoint, label, dict(zip(values.scalar, values.value, strict=True))
         )
@@ -290,7 +319,7 @@ def main() -> None:
     file = given.out / FILE
     rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     known = {row["layer"] for row in rows}
-    for name in configs("second"):
+    for name in configs(DRAW):
         if name not in known and (given.layers / name / "config.json").exists():
             rows.append(row_of(name, load(given.layers / name)))
             pd.DataFrame(rows).to_csv(file, index=False, float_format="%.6g")

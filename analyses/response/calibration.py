@@ -55,20 +55,8 @@ MARGIN = 0.01
 NO_FILTER, NOT_LINEAR_FROM = 0.05, 0.15
 """Limits of docs/response.md."""
 N_CHECKED = 8192
-
-
-def terms(prompts: Prompts) -> Tensor:
-    """Terms of up to six steps of descent, and that of the mean of x, [batch, 8]."""
-    x, y, q = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
-    n = x.shape[1]
-    S, w = x.mT @ x / n, x.mT @ y / n
-    columns = []
-    for _ in range(7):
-        columns.append((q[:, None] @ w)[:, 0, 0])
-        w = S @ w
-    mean = x.mean(1)
-    columns.append((q * mean).sum(1) * y.mean(1)[:, 0])
-    return torch.stack(columns, 1)
+STEPS = 7
+"""Number of powers of S, up to six steps of descent, whose terms a filter is fitted with."""
 
 
 def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str]:
@@ -78,11 +66,7 @@ def right_of(learner: Learner, task: TaskConfig, n_layers: int) -> frozenset[str
         f = learner(prompts)[:, 0].double()
         flipped = Prompts(**vars(prompts) | {"y": -prompts.y})
         even = float((f + learner(flipped)[:, 0].double()).square().mean() / 4 / f.square().mean())
-    A = terms(prompts)
-    half = len(f) // 2
-    c = torch.linalg.lstsq(A[:half], f[:half, None], driver="gelsd").solution[:, 0]
-    rest = f[half:] - A[half:] @ c
-    left = float(rest.square().mean() / f[half:].square().mean())
+    left = transformers.left(f, transformers.powers(prompts, STEPS, normed=False))
     right = set()
     if even > NOT_LINEAR_FROM - MARGIN:
         right.add(NOT_LINEAR)

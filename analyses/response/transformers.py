@@ -25,6 +25,8 @@ TASKS = ((2, 8, 0.1), (3, 12, 0.05), (3, 15, 0.3), (4, 16, 0.1))
 LAYERS = (2, 3)
 POOLS = (4, 16, 64)
 N_PROMPTS = 4096
+POWERS = 9
+"""Number of powers of S in a filter of powers: up to eight steps of descent."""
 CS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Penalties over L of the ridge regressions."""
 NOT_LINEAR_FROM, NO_FILTER, FALL = (0.15, 0.01), (0.05, 0.01), (0.1, 0.05)
@@ -212,16 +214,20 @@ def _fall(weights: Tensor, prompts: Prompts) -> float:
     return float(slope / (start + slope))
 
 
-def powers(prompts: Prompts) -> Tensor:
-    """Terms of up to eight steps of descent, and that of the mean of x, [batch, 10]."""
+def powers(prompts: Prompts, number: int = POWERS, *, normed: bool = True) -> Tensor:
+    """Terms S^k b of steps of descent for each k below a number, and that of the mean of x, [batch, number + 1].
+
+    Args:
+        normed: True: each S^k b is divided by its root mean square. False: as it is, in the first set of the calibration.
+    """
     x, y, q = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
     n = x.shape[1]
     S, w = x.mT @ x / n, x.mT @ y / n
     columns = []
-    for _ in range(9):
+    for _ in range(number):
         columns.append((q[:, None] @ w)[:, 0, 0])
         w = S @ w
-        w = w / w.square().mean().sqrt()
+        w = w / w.square().mean().sqrt() if normed else w
     columns.append(_mean_term(prompts))
     return torch.stack(columns, 1)
 

@@ -10,11 +10,11 @@ my_module:mine MODEL`.
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mechinterp.analysis.needs import (
     Model,
@@ -37,10 +37,11 @@ from mechinterp.analysis.needs import (
     weights_by_name,
 )
 from mechinterp.analysis.result import Finding
-from mechinterp.config import TaskLike
+from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.predictor import Learner, is_learner
 
 GIVEN = ("prompts", "clean")
 """Names of an argument for given prompts."""
@@ -260,7 +261,7 @@ def own_object(named: str) -> Any:
 
 def run_analysis(
     named: str | Callable[..., Finding],
-    checkpoint: Model,
+    checkpoint: Model | Learner,
     *,
     prompts: Prompts | None = None,
     task: TaskLike | None = None,
@@ -269,7 +270,7 @@ def run_analysis(
     seed: int | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
-    """Result of one analysis of a checkpoint.
+    """Result of one analysis of a model, or of a function of prompts.
 
     Args:
         named: A name in `ANALYSES`, a `module:function`, or a function.
@@ -307,16 +308,21 @@ def run_analysis(
                 f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
             )
         given[argument] = prompts if length is None else prompts.shortened(length)
-    elif length not in (None, checkpoint.task.context_length):
-        checkpoint = checkpoint.at_length(length)
+    elif is_learner(checkpoint):
+        if length is not None:
+            given["task"] = replace(as_task(task or {}), context_length=length)
+    elif length not in (None, (model := cast(Model, checkpoint)).task.context_length):
+        checkpoint = model.at_length(length)
     given |= stated
     for option in given.keys() - analysis.options.keys() - {*GIVEN}:
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
-    for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):
-        # A function may have no default of its own.
-        if option in analysis.options and analysis.options[option].default is Parameter.empty:
-            given.setdefault(option, usual)
+    # A function may have no default of its own.
+    unset = [n for n, each in analysis.options.items() if each.default is Parameter.empty]
+    if "n_prompts" in unset and "n_prompts" not in given:
+        given["n_prompts"] = usual_number(checkpoint)
+    if "seed" in unset:
+        given.setdefault("seed", 0)
     result = analysis.function(checkpoint, **given)
     if not isinstance(result, Finding):
         raise ValueError(

@@ -13,7 +13,7 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.cli.own_model import is_own_model, own_model
+from mechinterp.cli.own_model import is_own_model, own_source, require_heads
 from mechinterp.cli.printing import complain, complain_in_rows, say_json
 from mechinterp.config.task import UNKNOWN_TASK
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.plain_modules import HookedModule
     from mechinterp.icl.prompts import Prompts
-
+    from mechinterp.models.run.predictor import Learner
 
 HELP = ["-h", "--help"]
 """Options that show the help."""
@@ -340,19 +340,29 @@ class Files:
     def model(self, path: Path, context_length: int | None = None) -> "Checkpoint | HookedModule":
         """Checkpoint at a path, or module my_module:model; assumptions are printed to standard
         error."""
+        return require_heads(path, self.source(path, context_length))
+
+    def source(
+        self, path: Path, context_length: int | None = None
+    ) -> "Checkpoint | HookedModule | Learner":
+        """The same, or a function of prompts my_module:mine."""
+        from mechinterp.checkpoints.plain_modules import HookedModule
+
         if not is_own_model(path):
             return self.load(path, context_length)
-        module = own_model(str(path), self.hints, self.device)
-        if context_length is not None and LENGTH in module.assumed:
-            module = module.at_length(context_length)
-        task = module.task
+        found = own_source(str(path), self.hints, self.device)
+        if not isinstance(found, HookedModule):
+            return found
+        if context_length is not None and LENGTH in found.assumed:
+            found = found.at_length(context_length)
+        task = found.task
         words = {f"task.{n}": w for n, w in task.fields_in_words.items() if n in task.assumed}
         if words:
             from mechinterp.report.grounds import in_words
 
             title = f"{path}: hooked with these settings; what is assumed may be wrong"
             complain_in_rows(title, {"assumed": in_words(words, full=self.verbose)})
-        return module
+        return found
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to

@@ -94,6 +94,23 @@ def test_a_member_that_predicts_with_the_next_task_vector_gets_its_label_and_sca
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["forgetting", "gated", "rls .95"])
+def test_scalars_are_those_of_the_learner_although_its_read_out_is_scaled(name: str):
+    """Without the factor, the penalty and the step would make up for it."""
+    learner, label, scalars = MEMBERS[name]
+    for factor in (0.97, 1.04):
+        found = name_algorithm(make.times(learner, factor), task=TASK)
+        numbers = {number.name: number.value for number in found.numbers}
+        assert found.label == label
+        if label == FORGETTING:  # whose step is the factor
+            assert "read_out" not in numbers
+            scalars = [MEMBERS[name][2][0] * factor, scalars[1]]
+        else:
+            assert numbers["read_out"] == pytest.approx(factor, abs=1e-4)
+        np.testing.assert_allclose(found.scalars(label), scalars, atol=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sign"), [("rls .95", 1), ("textbook", -1)])
 def test_the_form_of_the_penalty_is_told_by_other_lengths(name: str, sign: int):
     found = name_algorithm(MEMBERS[name][0], task=TASK)

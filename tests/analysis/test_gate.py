@@ -75,8 +75,8 @@ def test_learners_along_the_pairs_are_asked_of_such_learners_alone() -> None:
     )
     members = (*ALGORITHMS, online)
     batch = tuple(each for each in ALGORITHMS if not each.along_pairs)
-    assert Gate("batch", False).asked(members) == batch
-    gate = Gate("online", True, {"eta": 0.1, "c": 2.0})
+    assert Gate("batch", False, 20).asked(members) == batch
+    gate = Gate("online", True, 20, {"eta": 0.1, "c": 2.0})
     contained = {"gradient_descent", "ridge_like"}
     asked = gate.asked(members)
     assert {each.label for each in asked if not each.along_pairs} == contained
@@ -87,6 +87,14 @@ def test_learners_along_the_pairs_are_asked_of_such_learners_alone() -> None:
     first = gate.first_scalars(members, moments)
     assert set(first) == {"online", "online_gd", "forgetting_gd"}
     assert first["online"].tolist() == [0.1, 1.0]
+
+
+def test_largest_fall_is_that_of_the_lower_end_of_alpha() -> None:
+    gate = Gate("recursive least squares", True, 21)
+    assert gate.largest_fall(0.99, 0.0) == pytest.approx(1 - 0.99**20)
+    assert gate.largest_fall(0.99, 0.01) == pytest.approx(1 - 0.96**20)
+    assert gate.largest_fall(1.0, 0.0) == 0
+    assert gate.largest_fall(0.9, np.inf) == 1  # an alpha that is not measured excludes nothing
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
 """Recurrent layers built by hand predict what their formula says, and get its name and scalars."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from mechinterp import TaskConfig, name_algorithm
+from mechinterp.analysis.multi_layer.naming_rules import Limits, decide
+from mechinterp.analysis.response.reading import FORGETS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.recurrent import recurrent_layer
@@ -54,13 +59,43 @@ def test_a_mesa_layer_that_forgets_nothing_is_ridge_regression():
     assert_close_to_rounding(found, ridge(prompts, penalty=0.3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("score", LAYERS)
 def test_layers_get_the_name_and_the_scalars_of_the_formula(score: str):
     settings, label, scalars = LAYERS[score]
     found = name_algorithm(recurrent_layer(score, d_x=4, **settings), task=TASK, n_prompts=512)
     assert found.label == label
     assert found.scalars(label) == pytest.approx(scalars, abs=1e-3)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.998, 0.995, 0.99])
+def test_a_mesa_layer_is_ridge_regression_only_if_its_weights_do_not_fall_with_age(alpha: float):
+    """Predictions hardly show these gates: ridge regression explains R² 0.9998 or more on prompts of the task."""
+    task = TaskConfig(d_x=6, context_length=33)
+    found = name_algorithm(recurrent_layer("mesa", d_x=6, alpha=alpha, penalty=0.6), task=task)
+    assert found.explained("ridge_like")[0] > 0.9998
+    forgets = 1 - alpha ** (task.context_length - 1) > FORGETS
+    label = "recursive_least_squares" if forgets else "ridge_like"
+    assert found.label == label
+    if forgets or alpha == 1:
+        assert found.scalars(label) == pytest.approx([alpha, 0.6][not forgets :], abs=1e-3)
+
+
+def test_an_alpha_that_is_not_measured_names_neither_ridge_nor_least_squares_that_forget():
+    task = TaskConfig(d_x=6, context_length=33)
+    layer = recurrent_layer("mesa", d_x=6, alpha=0.99, penalty=0.6)
+    measured = name_algorithm(layer, task=task).measured
+    larger = "recursive_least_squares"
+    for sem, label, rules in (
+        (0.003, larger, ("forgets", None)),
+        (0.004, "undetermined", ("forgets", "remembers")),
+        (np.inf, "undetermined", ("forgets", "remembers")),
+    ):
+        sems = {**measured.sems, larger: np.array([sem, 0.01])}
+        decision = decide(replace(measured, sems=sems), Limits())
+        reasons = [decision.why_not[name] for name in ("ridge_like", larger)]
+        assert decision.label == label
+        assert tuple(each and each.rule for each in reasons) == rules
+        assert all(str(each) for each in reasons)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from analyses.recurrent import learners as make
 from analyses.recurrent import trained
-from analyses.recurrent.layers import configs
+from analyses.recurrent.layers import SEEDS, configs
 from mechinterp import TaskConfig
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.icl.prompts import draw_prompts
@@ -33,6 +33,23 @@ def test_fit_of_a_learner_finds_its_own_predictions(label: str, scalars: tuple[f
     fit = trained.fitted(truth, prompts, truth.build(*scalars)(prompts))
     own = truth.build(*scalars)(other)
     assert float((fit(other) - own).square().mean() / own.square().mean()) < 1e-6
+
+
+def test_fit_of_least_squares_does_not_stay_at_ridge_regression():
+    """From forgetting of 0.1 per pair the bounded search ended at alpha 1."""
+    prompts, other = (
+        draw_prompts(TaskConfig(d_x=6, context_length=28), 256, seed=n, dtype=torch.float64)
+        for n in (1, 2)
+    )
+    learner = make.times(make.recursive(0.977, 0.2), 1.03)
+    fits = trained.candidates(28)
+    left = {
+        label: trained.fitted(fits[label], prompts, learner(prompts))(other) - learner(other)
+        for label in ("ridge_like", "recursive_least_squares")
+    }
+    size = learner(other).square().mean()
+    assert left["recursive_least_squares"].square().mean() / size < 1e-6
+    assert left["ridge_like"].square().mean() / size > 1e-4
 
 
 def frames(**left: tuple[float, float]) -> dict[str, pd.DataFrame]:
@@ -73,9 +90,14 @@ def test_trained_layer_is_what_its_weights_say():
 def test_layers_are_sixty_and_every_second_task_drifts():
     drawn = configs()
     assert len(drawn) == 60
-    assert not {repr(each) for each in drawn.values()} & {
-        repr(e) for e in configs("second").values()
+    by_draw = {draw: {repr(each) for each in configs(draw).values()} for draw in SEEDS}
+    assert {draw: len(each) for draw, each in by_draw.items()} == {
+        "first": 60,
+        "second": 40,
+        "third": 50,
+        "fourth": 50,
     }
+    assert len(set().union(*by_draw.values())) == 200
     for name, config in drawn.items():
         assert (config.task.drift < 1) == (int(name.rpartition("-")[2]) % 2 == 1)
         assert replace(config.task, drift=1.0).noise_variance <= 0.51

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.recurrent.learners import recursive
 from analyses.response.calibration import right_of
 from analyses.response.families import (
     BATCH,
@@ -11,6 +12,7 @@ from analyses.response.families import (
     KERNEL,
     NOT_LINEAR,
     ONLINE,
+    RLS,
     STILL,
     Drawn,
     along,
@@ -20,6 +22,7 @@ from analyses.response.families import (
     stepped,
 )
 from mechinterp import response
+from mechinterp.analysis.response.reading import NO_FILTER
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 
@@ -42,6 +45,17 @@ SHARP = smoother(lambda x, q: 1.2 * (x @ q.mT)[..., 0], 1.0)
 def test_readings_that_once_were_others(learner, reading: str) -> None:
     """An average over the path weighs old pairs most, small steps all alike; a sharp kernel leaves much, and is linear."""
     assert response(learner, task=TASK, n_prompts=512).reading == reading
+
+
+def test_headline_names_least_squares_only_if_a_filter_describes_the_learner() -> None:
+    """Strong forgetting leaves few pairs that count, which no filter over all of them describes."""
+    for alpha, named in ((0.95, True), (0.7, False)):
+        found = response(recursive(alpha, 0.4), task=TASK, n_prompts=512)
+        left = found.left.set_index("columns").left["filter"]
+        assert (found.reading, left < NO_FILTER) == (RLS, named)
+        assert found.headline.startswith(RLS) == named
+        assert "alpha" in found.headline
+        assert ("no known filter" in found.headline) == (not named)
 
 
 def test_right_readings_of_trained_models_come_from_their_predictions() -> None:

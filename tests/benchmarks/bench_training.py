@@ -12,7 +12,7 @@ from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun
 from mechinterp.training.one_layer import step as pack_module
-from mechinterp.training.one_layer.step import Pack, by_tensors
+from mechinterp.training.one_layer.step import Pack
 
 STEPS = 100
 SHIPPED = [1] * 3 + [2] * 12 + [3] * 4 + [4] * 4 + [8] * 3
@@ -48,7 +48,7 @@ def test_step_of_the_shipped_models(versus):
 
 @pytest.mark.parametrize("n_models", [1, 64])
 def test_step_by_tensor_operations(versus, monkeypatch: pytest.MonkeyPatch, n_models: int):
-    monkeypatch.setattr(pack_module, "loss_and_gradients", by_tensors)
+    monkeypatch.setattr(pack_module, "uses_kernel", lambda weights: False)
     loop = plain.training(2)
     name = f"the same without the compiled step, {counted(n_models)} of 2 heads"
     versus(name, pack_of([2] * n_models), lambda: loop(STEPS), work=n_models)

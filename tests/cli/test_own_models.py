@@ -9,7 +9,9 @@ import pytest
 
 from mechinterp.analysis.check import check
 from mechinterp.analysis.registry import ANALYSES, own_object, run_analysis
+from mechinterp.analysis.result import fields_of
 from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.cli.own_model import OF_FUNCTIONS
 from mechinterp.report.to_json import dumps, to_json
 from tests.conftest import Run
 
@@ -25,6 +27,14 @@ def build():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 1))
+
+
+def half_of_the_first(prompts):
+    return prompts.y[:, 0] / 2
+
+
+def two(prompts, seed):
+    return prompts.y[:, 0]
 
 
 model = build()
@@ -69,6 +79,28 @@ def test_a_module_has_a_row_and_a_page(run: Run, mine: Path):
     assert NAMED in (mine / "page" / "index.html").read_text()
 
 
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_a_function_of_prompts_is_analysed_as_in_python(run: Run, mine: Path, name: str):
+    own = "module_of_mine:half_of_the_first"
+    stated = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    shown = run(name, own, *stated).done().document
+    assert (shown.pop("path"), shown.pop("format")) == (own, "function")
+    found = run_analysis(name, own_object(own), task=TASK, n_prompts=256)
+    assert shown == json.loads(
+        dumps({"schema_version": 3, "analysis": name, **fields_of(name, found)})
+    )
+
+
+def test_a_length_of_the_command_is_that_of_a_function(run: Run, mine: Path):
+    own = "module_of_mine:half_of_the_first"
+    stated = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    shown = run("response", own, *stated, "--context-length", 9).done().document
+    found = run_analysis(
+        "response", own_object(own), task={**TASK, "context_length": 9}, n_prompts=256
+    )
+    assert shown["rows"] == json.loads(dumps(fields_of("response", found)))["rows"]
+
+
 def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
     err = run("error-curve", "module_of_mine:hooked", "--n-prompts", 16).done().err
     assert "task.noise_var = 0.1" in err
@@ -84,6 +116,9 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
         (("ablate", "module_of_mine:hooked", "--n-heads", 2), ("n_heads", "hooked already")),
         (("ablate", "module_of_mine:TASK"), ("dict",)),
         (("ablate", "module_of_mine:none"), ("'none'",)),
+        (("classify", "module_of_mine:half_of_the_first"), ("function of prompts", "response")),
+        (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
+        (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],
 )

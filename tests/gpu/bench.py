@@ -23,10 +23,11 @@ from mechinterp.models.hooked.masks import mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import step as pack_module
-from mechinterp.training.one_layer.step import Pack, by_tensors
-from mechinterp.training.run import Batch, TrainingRun, batch_chunks
+from mechinterp.training.one_layer.step import Pack
+from mechinterp.training.run import Batch, TrainingRun
 from tests.benchmarks import plain
 from tests.evidence import stamp
 from tests.gpu.machine import described, gpus, state
@@ -92,11 +93,11 @@ def wait(device: str) -> None:
 @contextmanager
 def tensor_operations() -> Iterator[None]:
     """A context in which packs train by tensor operations, on the processor too, as they do on a GPU."""
-    before, pack_module.loss_and_gradients = pack_module.loss_and_gradients, by_tensors
+    before, pack_module.uses_kernel = pack_module.uses_kernel, lambda weights: False
     try:
         yield
     finally:
-        pack_module.loss_and_gradients = before
+        pack_module.uses_kernel = before
 
 
 def updates(run: TrainingRun, steps: int) -> None:

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo
 from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
@@ -16,10 +15,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
-from mechinterp import TaskConfig, ablate, attention_patterns, hook_module, load, response
+from mechinterp import TaskConfig, ablate, attention_patterns, hook_module, response
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.recurrence import Memory
-from tests.conftest import refused
 
 TASK = TaskConfig(d_x=3, context_length=7)
 WIDTH, HEADS, D_K, D_V = 12, 4, 5, 6
@@ -55,12 +53,13 @@ class Norm(nn.Module):
 class FlashLinear(nn.Module):
     """A layer with the names of flash-linear-attention's, computed token by token."""
 
-    def __init__(self, rule: str, *, conv: bool):
+    def __init__(self, rule: str, *, conv: str = ""):
+        """`conv` has those of q, k and v that go through a short convolution."""
         super().__init__()
         self.rule, self.num_heads = rule, HEADS
         for name, width in {"q": D_K, "k": D_K, "v": D_V}.items():
             setattr(self, f"{name}_proj", nn.Linear(WIDTH, HEADS * width, bias=False))
-            if conv:
+            if name in conv:
                 channels = HEADS * width
                 layer = nn.Conv1d(channels, channels, 3, groups=channels, padding=2, bias=False)
                 setattr(self, f"{name}_conv1d", layer)
@@ -122,10 +121,10 @@ LAYERS = {
     "Qwen3-Next": lambda: qwen.Qwen3NextGatedDeltaNet(Qwen3NextConfig(**settings(2)), 0),
     "Qwen3.5": lambda: qwen35.Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**settings(2)), 0),
     "OLMo Hybrid": lambda: olmo.OlmoHybridGatedDeltaNet(OlmoHybridConfig(**settings(4) | MIXED), 0),
-    "DeltaNet": lambda: FlashLinear("delta", conv=True),
-    "DeltaNet, no convolution": lambda: FlashLinear("delta", conv=False),
-    "SimpleGatedLinearAttention": lambda: FlashLinear("gated", conv=False),
-    "MesaNet": lambda: FlashLinear("mesa", conv=False),
+    "DeltaNet": lambda: FlashLinear("delta", conv="qkv"),
+    "DeltaNet, no convolution": lambda: FlashLinear("delta"),
+    "SimpleGatedLinearAttention": lambda: FlashLinear("gated"),
+    "MesaNet": lambda: FlashLinear("mesa"),
 }
 OUTPUT = {"Qwen3-Next": "out_proj", "Qwen3.5": "out_proj"}
 
@@ -252,16 +251,8 @@ class Rectified(FlashLinear):
 
 def test_another_recurrence_gets_no_points_by_its_names():
     model = Model("DeltaNet, no convolution")
-    model.layers[0] = Rectified("delta", conv=False)
+    model.layers[0] = Rectified("delta")
     hooked = hook_module(model, task=TASK)
     assert hooked.model.blocks[0].attn.delta is None
     assert 0 in hooked.model.unfollowed
     assert "blocks.0.attn.hook_beta" not in hooked.model.hook_dict
-
-
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Qwen3.5", "OLMo Hybrid", "DeltaNet"])
-def test_files_are_refused_by_their_kind(name: str, tmp_path):
-    file = tmp_path / "model.safetensors"
-    save_file(Model(name).state_dict(), file)
-    with refused("recurrent layers of transformers and flash-linear-attention are not read"):
-        load(file)

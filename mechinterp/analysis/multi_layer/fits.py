@@ -194,12 +194,15 @@ class FitTrial:
             tolerance=tolerance,
         ).scalars
 
-    def fit_error(self, learner: Algorithm, start: Float[np.ndarray, " _"] | None) -> float:
-        """Mean square that a learner leaves on the prompts of the fits."""
+    def fit_and_error(
+        self, learner: Algorithm, start: Float[np.ndarray, " _"] | None
+    ) -> tuple[Float[np.ndarray, " _"], float]:
+        """Scalars of a learner, and the mean square that it leaves on the prompts of the fits."""
         moments, wanted = self._fit_to(learner)
         scalars = self._fitted(learner, start, N_STARTS, COARSE)
         path = learner.predictions(moments, scalars.tolist(), self.n_layers)
-        return float((path[-1] - (wanted if wanted.ndim == 2 else wanted[-1])).square().mean())
+        rest = path[-1] - (wanted if wanted.ndim == 2 else wanted[-1])
+        return scalars, float(rest.square().mean())
 
     def _fit_to(self, learner: Algorithm) -> tuple[PromptMoments, Tensor]:
         """Moments of the prompts of the fit of a learner, and the predictions that are fitted there."""

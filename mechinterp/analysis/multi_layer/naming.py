@@ -249,7 +249,10 @@ def measure(
         path = _with_progress(path, subject, own, read, limits, seed)
     if gate is not None:
         starts = {**gate.first_scalars(members, trial.moments("fit")), **starts}
-    members = tuple(read_out_of(each, trial, starts.get(str(each.label))) for each in members)
+    near_one = {"most": limits.read_out, "share": limits.of_rest}
+    members = tuple(
+        read_out_of(each, trial, starts.get(str(each.label)), **near_one) for each in members
+    )
     last = trial.scores(members, starts, n_starts=N_STARTS)
     own_tests = {}
     for m, each in enumerate(members):

@@ -277,9 +277,7 @@ class Naming(Named, Result):
         texts = []
         if self.label != UNDETERMINED and "read_out" in numbers:
             factor = digits(numbers["read_out"].value)
-            texts.append(
-                f"It predicts with the next task vector: its estimate times rho, {factor}."
-            )
+            texts.append(f"Its predictions are {factor} times its estimate.")
         penalty = numbers.get("constant_penalty")
         if self.label == LEAST_SQUARES and penalty and np.isfinite(penalty.sem):
             gain, sem = penalty.value, penalty.sem

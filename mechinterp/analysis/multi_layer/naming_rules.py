@@ -1,9 +1,9 @@
 """Rules that keep algorithms from being the label of a model, and the limit of each.
 
 An algorithm is out if (1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains
-more, (4) the rest is another learner and not noise, or (5) the model does not go with it along some direction of the task
-vector. `decide` applies them: if one algorithm is left for the layers, it is the label. Otherwise the label is the learner
-without steps (ridge, posterior mean) that alone is left for the last prediction.
+more, (4) the rest is another learner and not noise, (5) the model does not go with it along some direction of the task
+vector, or (6) the measured forgetting contradicts it. `decide` applies them: if one algorithm is left for the layers, it is
+the label. Otherwise the label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
 from mechinterp.analysis.multi_layer.scaled import scaled_name
 from mechinterp.analysis.one_layer.descent import DESCENDS
 from mechinterp.analysis.response.gate import Gate
+from mechinterp.analysis.response.reading import CLEAR_ERRORS, FORGETS
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 
@@ -35,6 +36,7 @@ ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
 """Algorithms that are called ridge_like if they tie with ridge for the last prediction."""
 SEE_LEARNERS = "mechinterp compare-learners shows which learner is nearest at each context length"
 SEE_TABLE = "to_frame() has what each learner explains"
+SEE_WEIGHTS = "mechinterp response shows the weight of each pair by its age"
 FAR = "R² {r2} ({where}), limit {limit:g}"
 REASONS = {
     "far": (FAR, SEE_LEARNERS),
@@ -60,6 +62,14 @@ REASONS = {
         "mechinterp response shows how the model weighs directions",
     ),
     "contains": ("{rival}, which it contains, explains as much", ""),
+    "forgets": (
+        "by the alpha of {rival} and its error, weights fall by up to {value:.0%} from the newest pair to the oldest, limit {limit:.0%}",
+        SEE_WEIGHTS,
+    ),
+    "remembers": (
+        "its alpha with three standard errors is {value:.4f}, limit {limit:g}: forgetting is not shown",
+        SEE_WEIGHTS,
+    ),
     "tie": (
         "ties with {rival}",
         "compare the settings in to_frame(), or ask at another length (--context-length)",
@@ -239,6 +249,7 @@ def _judged(
             or _rival(m, scores, r2, limits)
             or _left(learner, scores, measured, limits, counts)
             or _ascends(scores.progress.get(learner.label), limits)
+            or _against_forgetting(learner, measured)
         )
     return _settled(judged, by_layer)
 
@@ -344,6 +355,29 @@ def _ascends(progress: LeastProgress | None, limits: Limits) -> WhyNot | None:
     if progress is None or progress.least >= limits.progress:
         return None
     return WhyNot("ascends", progress.where, progress.least, limits.progress)
+
+
+def _against_forgetting(learner: Algorithm, measured: Measured) -> WhyNot | None:
+    """A reason by the alpha of a learner along the pairs, against the learner that it contains if forgetting is not excluded,
+    and against itself if alpha 1 is not excluded.
+
+    R² cannot decide between the two: weights that fall by a half may change few predictions.
+    """
+    gate = measured.gate
+    if gate is None or not gate.along:
+        return None
+    for larger, scalars in zip(measured.last.learners, measured.last.scalars, strict=True):
+        name = str(larger.label)
+        if not larger.along_pairs or not larger.contains or name not in measured.sems:
+            continue
+        place = [scalar.name for scalar in larger.scalars].index("alpha")
+        alpha, sem = (float(each[place]) for each in (scalars, measured.sems[name]))
+        fall, most = gate.largest_fall(alpha, sem), alpha + CLEAR_ERRORS * sem
+        if learner.label == larger.contains and fall > FORGETS:
+            return WhyNot("forgets", value=fall, limit=FORGETS, rival=name)
+        if learner.label == name and most >= 1:
+            return WhyNot("remembers", value=most, limit=1.0)
+    return None
 
 
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mechinterp.analysis.multi_layer.fits import FitScores, FitTrial
 from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED_PROMPTS, Predict
-from mechinterp.analysis.multi_layer.rests import reflected, rest_of
+from mechinterp.analysis.multi_layer.rests import REST_ROUNDING, reflected, rest_of
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
 from mechinterp.icl.algorithm_fits import CLEARLY
 
@@ -41,32 +41,56 @@ def scaled(learner: Algorithm) -> Algorithm:
     )
 
 
-def for_next_pair(learner: Algorithm, drift: float) -> Algorithm:
-    """An algorithm along the pairs that multiplies its estimate by rho: the best estimate of the next task vector is rho
-    times that of the last.
+def times(learner: Algorithm, factor: float) -> Algorithm:
+    """An algorithm whose predictions are multiplied by a fixed factor.
+
+    On tasks that drift the best estimate of the next task vector is rho times that of the last.
 
     Example:
         >>> from mechinterp.icl.along_pairs import ALONG_PAIRS
-        >>> for_next_pair(ALONG_PAIRS[1], 0.9).factor
+        >>> times(ALONG_PAIRS[1], 0.9).factor
         0.9
     """
 
     def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
-        return drift * learner.run(moments, n_layers, *scalars)
+        return factor * learner.run(moments, n_layers, *scalars)
 
-    return replace(learner, run=run, factor=drift)
+    return replace(learner, run=run, factor=factor)
 
 
 def read_out_of(
-    learner: Algorithm, trial: FitTrial, start: Float[np.ndarray, " _"] | None
+    learner: Algorithm,
+    trial: FitTrial,
+    start: Float[np.ndarray, " _"] | None,
+    *,
+    most: float,
+    share: float,
 ) -> Algorithm:
-    """The algorithm, or on tasks that drift the one that predicts with the next task vector if it clearly fits better."""
-    drift = trial.task.drift
-    if drift == 1 or not learner.along_pairs:
+    """An algorithm along the pairs with the factor of its read-out; other algorithms as they are.
+
+    The factor is 1, or rho on tasks that drift if that clearly fits better. Near these it is fitted, so that the scalars
+    need not make up for it.
+
+    Args:
+        most: Largest distance of the fitted factor from 1 or rho, relative to it.
+        share: Fraction of the rest that the fitted factor must explain.
+    """
+    if not learner.along_pairs:
         return learner
-    other = for_next_pair(learner, drift)
-    own_error, other_error = (trial.fit_error(each, start) for each in (learner, other))
-    return other if other_error < (1 - CLEARLY) * own_error else learner
+    scalars, error = trial.fit_and_error(learner, start)
+    chosen, drift = learner, trial.task.drift
+    if drift != 1:
+        other = times(learner, drift)
+        other_scalars, other_error = trial.fit_and_error(other, start)
+        if other_error < (1 - CLEARLY) * error:
+            chosen, scalars, error = other, other_scalars, other_error
+    if error <= REST_ROUNDING * float(trial.target[-1].square().mean()):
+        return chosen
+    free, free_error = trial.fit_and_error(scaled(chosen), np.append(scalars, 1.0))
+    factor = float(free[-1])
+    if abs(factor - 1) > most or free_error > (1 - share) * error:
+        return chosen
+    return times(learner, chosen.factor * factor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mechinterp.analysis.response.frames import Frames
-from mechinterp.analysis.response.reading import kind
+from mechinterp.analysis.response.reading import CLEAR_ERRORS, kind
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 
 ALONG = frozenset(
@@ -24,6 +24,8 @@ class Gate:
     """Class of the first response; see docs/response.md."""
     along: bool
     """True: the learner of every response takes the pairs one after another."""
+    context_length: int
+    """Number of pairs."""
     starts: Mapping[str, float] = field(default_factory=dict)
     """First values of scalars by name, those that were measured: eta, alpha, gate, c, and penalty = c times the number of
     pairs."""
@@ -36,6 +38,14 @@ class Gate:
             each for each in algorithms if each.along_pairs == self.along or each.label in within
         )
         return chosen or tuple(algorithms)
+
+    def largest_fall(self, alpha: float, sem: float) -> float:
+        """Fall of the weight from the newest pair to the oldest, the largest that the error of alpha leaves open.
+
+        Above `FORGETS` the pairs' age matters, as in the response; below, it does not.
+        """
+        least = max(alpha - CLEAR_ERRORS * sem, 0.0)
+        return float(1 - least ** (self.context_length - 1))
 
     def first_scalars(
         self, algorithms: Sequence[Algorithm], moments: PromptMoments
@@ -69,7 +79,7 @@ def gate_of(found: Frames) -> Gate:
     outputs = sorted(set(found.scalars.output)) if "output" in found.scalars else [0]
     readings = [kind(found, output) for output in outputs]
     along = all(reading in ALONG for reading in readings)
-    return Gate(readings[0], along, _starts(found, readings[0]))
+    return Gate(readings[0], along, found.context_length, _starts(found, readings[0]))
 
 
 def _starts(found: Frames, reading: str) -> dict[str, float]:

@@ -85,11 +85,19 @@ def kind(found: Frames, output: int = 0) -> str:
 
 
 def headline(found: Frames, output: int = 0) -> str:
-    """Class of learner, and the form of its filter or its gate."""
+    """Class of learner, and the form of its filter or its gate.
+
+    Recursive least squares is a name only if the filter describes the learner: both triangles and weights that fall with age
+    are measured of other learners, too.
+    """
     which = kind(found, output)
     if which == "online":
         eta, gate = (digits(found.scalar(name, output)[0]) for name in ("eta", "gate"))
         return f"online, eta {eta}, gate {gate}"
+    left = found.of_output(found.left, output).set_index("columns").left["filter"]
+    if which == "recursive least squares" and left > NO_FILTER:
+        alpha = found.scalar("alpha", output)[0]
+        return f"pairs interact, weights fall with age, alpha {alpha:.4f}; no known filter"
     if which in ("no interaction with forgetting", "recursive least squares", "forgetting"):
         return f"{which}, alpha {found.scalar('alpha', output)[0]:.4f}"
     if which in ("batch", "no interaction", "filter"):

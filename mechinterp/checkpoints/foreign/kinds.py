@@ -9,8 +9,9 @@ from mechinterp.checkpoints.foreign.names import ATTENTION, TABLE, TORCH, Tensor
 from mechinterp.checkpoints.foreign.refusals import HOOK
 
 QUANTIZED = (torch.int8, torch.uint8)
-
-
+OF_LIBRARIES = "recurrent layers of transformers and flash-linear-attention"
+"""Kind of models that become modules, as names.toml names it."""
+AS_MODULE = "make a module of them and hook it: hook_module(recurrent_module(FILE))"
 WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 
 
@@ -29,7 +30,8 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {HOOK}.")  # fmt: skip
+                how = AS_MODULE if what_else == OF_LIBRARIES else HOOK
+                raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {how}.")  # fmt: skip
     ends = [layout.ends.get((name, "weight")) for name in ("read_in", "read_out")]
     sizes = [tensors[p.name].shape for p in ends if p is not None and p.axes == TORCH]
     if len(sizes) == 2 and all(len(size) == 2 for size in sizes) and sizes[1][0] > sizes[0][1]:

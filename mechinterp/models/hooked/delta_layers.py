@@ -6,7 +6,7 @@ A norm, often with a gate, follows. Here the parts are computed from the outputs
 recurrence is compared with what the layer gives to its norm: only a form that agrees to rounding gets hook points.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -68,15 +68,20 @@ class DeltaNames:
 def delta_names(module: nn.Module) -> Iterator[DeltaNames]:
     """Names of the parts of every recurrent layer in a module."""
     for path, part in module.named_modules():
-        children = {name for name, _ in part.named_children()}
-        layout = next(
-            (each for each in PROJECTION_NAMES if children.issuperset(each.values())), None
-        )
-        output = next((name for name in OUTPUTS if name in children), None)
-        if layout is not None and output is not None:
-            before = f"{path}." if path else ""
-            norm = next((name for name in NORM_NAMES if name in children), output)
-            yield DeltaNames(path, layout, before + output, before + norm)
+        names = names_within({name for name, _ in part.named_children()}, path)
+        if names is not None:
+            yield names
+
+
+def names_within(children: Set[str], path: str = "") -> DeltaNames | None:
+    """Names of the parts of a module with these children; None if they are not those of a recurrent layer."""
+    layout = next((each for each in PROJECTION_NAMES if children >= set(each.values())), None)
+    output = next((name for name in OUTPUTS if name in children), None)
+    if layout is None or output is None:
+        return None
+    before = f"{path}." if path else ""
+    norm = next((name for name in NORM_NAMES if name in children), output)
+    return DeltaNames(path, layout, before + output, before + norm)
 
 
 def number_of_heads(container: nn.Module) -> int | None:
@@ -194,7 +199,6 @@ class DeltaLayer:
     def parts(self, form: Form) -> dict[str, Tensor]:
         """q and k [batch, pos, head, d_k], v [batch, pos, head, d_v], gate and beta [batch, pos, head]; q without factor."""
         q, k, v, b, a = self._projected()
-        d_v = self.z_of(self.noted["z"]).shape[-1]
         own: Any = self.container
         n_keys: int = getattr(own, "num_k_heads", getattr(own, "num_heads", self.n_heads))
         widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
@@ -208,7 +212,7 @@ class DeltaLayer:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
         times = self.n_heads // n_keys
         q, k = (each.repeat_interleave(times, dim=2) for each in (q, k))
-        parts = {"q": q, "k": k, "v": v.unflatten(-1, (-1, d_v))}
+        parts = {"q": q, "k": k, "v": v.unflatten(-1, (self.n_heads, -1))}
         if b is not None:
             parts["beta"] = torch.sigmoid(b) * (1 + form.doubled)
         if a is not None:
@@ -225,17 +229,18 @@ class DeltaLayer:
 
     def _projected(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Queries, keys and values side by side over heads, and strengths and gates before their sigmoids."""
-        noted, own = self.noted, self.container
+        noted = self.noted
+        own: Any = self.container
         if "qkvz" in noted:
-            n_keys: Any = own.num_k_heads
-            own_v = self.z_of(noted["z"]).shape[-1] * (self.n_heads // n_keys)
+            n_keys = own.num_k_heads
+            own_v = own.head_v_dim * (self.n_heads // n_keys)
             each = noted["qkvz"].unflatten(-1, (n_keys, -1))
             d_k = (each.shape[-1] - 2 * own_v) // 2
             q, k, v, _ = (x.flatten(-2) for x in each.split([d_k, d_k, own_v, own_v], -1))
             b, a = noted["ba"].unflatten(-1, (n_keys, 2, -1)).unbind(-2)
             return q, k, v, b.flatten(-2), a.flatten(-2)
         if "qkv" in noted:
-            d_values = self.z_of(noted["z"]).shape[2:].numel()
+            d_values = self.n_heads * own.head_v_dim
             d_keys = (noted["qkv"].shape[-1] - d_values) // 2
             q, k, v = noted["qkv"].split([d_keys, d_keys, d_values], -1)
         else:

@@ -11,8 +11,8 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
+from mechinterp.training.batches import LANES
 from mechinterp.training.lanes import (
-    LANES,
     aligned,
     aligned_zeros,
     compiled,
@@ -274,8 +274,8 @@ def add_product(left, right, factor, product):
         *[types.Array(types.float32, 3, "A")] * 4,
         types.Array(types.int64, 2, "A"),
         *(types.int64, types.float32, types.float32),
-        *[types.Array(types.float32, 1, "C")] * 1,
-        *[types.Array(types.float32, 3, "C")] * 4,
+        types.Array(types.float32, 1, "C"),
+        *[types.Array(types.float32, 3, "A")] * 4,
     )
 )
 def set_loss_and_gradients(

@@ -4,7 +4,7 @@ Heads of all models lie along one axis and get the same prompts. The gradient is
 for any device and precision, and as a compiled kernel for float32 on the CPU.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -22,10 +22,9 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import BATCH_CHUNK_BYTES, Batch, TrainingRun, flattened, own, uniform
+from mechinterp.training.batches import BATCH_CHUNK_BYTES, LANES
+from mechinterp.training.run import Batch, TrainingRun, own, uniform, views
 
-LANES = 32
-"""Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 PACK_HEADS = 512
 """Largest number of heads in a pack, except for a single model with more heads."""
@@ -109,17 +108,44 @@ def loss_and_gradients(
     Raises:
         ValueError: If d_x or d_y of the prompts differs from that of the weights.
     """
-    prompts.require_sizes(d_x=weights.d_x, d_y=weights.d_y)
-    if weights.device.type == "cpu" and weights.dtype == torch.float32:
+    gradients = weights.with_tensors({n: torch.zeros_like(t) for n, t in weights.tensors.items()})
+    return step_into(gradients, weights, members)(prompts), gradients
+
+
+def step_into(
+    gradients: Weights, weights: Weights, members: Membership
+) -> Callable[[Prompts], Float[Tensor, " model"]]:
+    """Function that overwrites the gradients on prompts and returns the losses; both weights may change between calls.
+
+    Example:
+        >>> weights = initial_weights(ExperimentConfig())
+        >>> gradients = initial_weights(ExperimentConfig())
+        >>> step_into(gradients, weights, membership([2]))(draw_prompts(TaskConfig(), 8)).shape
+        torch.Size([1])
+    """
+    if uses_kernel(weights):
         _require_kernel()
-        return _by_kernel(weights, prompts, members)
-    return by_tensors(weights, prompts, members)
+        return _kernel_step(gradients, weights, members)
+
+    def step(prompts: Prompts) -> Tensor:
+        loss, found = by_tensors(weights, prompts, members)
+        for name, tensor in gradients.tensors.items():
+            tensor.copy_(found.tensors[name])
+        return loss
+
+    return step
+
+
+def uses_kernel(weights: Weights) -> bool:
+    """True if the step of these weights is the compiled one."""
+    return weights.device.type == "cpu" and weights.dtype == torch.float32
 
 
 def by_tensors(
     weights: Weights, prompts: Prompts, members: Membership
 ) -> tuple[Float[Tensor, " model"], Weights]:
     """`loss_and_gradients` by tensor operations; the reference for the kernel."""
+    prompts.require_sizes(d_x=weights.d_x, d_y=weights.d_y)
     context, x_query = prompts.context_tokens, prompts.x_query
     batch, d_x, d_y = x_query.shape[0], x_query.shape[1], weights.d_y
     OV = weights.OV.transpose(0, 1).contiguous()  # [m, h, n]
@@ -169,37 +195,43 @@ def _require_kernel() -> None:
         model = ModelConfig(n_heads=3, score=score, score_slope=0.5)
         weights = initial_weights(ExperimentConfig(task=task, model=model))
         weights = weights.with_tensors({n: 2 * t for n, t in weights.tensors.items()})
-        (loss, gradients), (expected_loss, expected) = (
-            step(weights, prompt, members) for step in (_by_kernel, by_tensors)
-        )
+        expected_loss, expected = by_tensors(weights, prompt, members)
+        gradients = weights.with_tensors({n: t.clone() for n, t in weights.tensors.items()})
+        loss = _kernel_step(gradients, weights, members)(prompt)
         found = (loss, *gradients.tensors.values())
         require_close(f"{score} attention", found, (expected_loss, *expected.tensors.values()))
 
 
-def _by_kernel(
-    weights: Weights, prompts: Prompts, members: Membership
-) -> tuple[Float[Tensor, " model"], Weights]:
+def _kernel_step(
+    gradients: Weights, weights: Weights, members: Membership
+) -> Callable[[Prompts], Float[Tensor, " model"]]:
     # Imported here, so that reading checkpoints does not load the compiler.
     from mechinterp.training.one_layer.kernel import STEP_SCORES, set_loss_and_gradients
 
-    score, slope = weights.model.score, weights.model.score_slope
-    if score == "linear/L":
-        score, slope = "linear", slope / prompts.x.shape[1]
-    tensors = {name: tensor.detach().numpy() for name, tensor in weights.tensors.items()}
-    gradients = {name: np.zeros_like(array) for name, array in tensors.items()}
-    *matrices, W_O = (array[0] for array in tensors.values())
-    *d_matrices, d_W_O = (array[0] for array in gradients.values())
-    # The kernel takes the y columns of W_O alone.
-    y_columns, loss = W_O[..., weights.d_x :].copy(), np.zeros(len(members.slots), np.float32)
-    d_y_columns = np.zeros_like(y_columns)
-    settings = (members.slots.numpy(), STEP_SCORES.index(score), slope, weights.scale, loss)
-    set_loss_and_gradients(
-        *(t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query)),
-        *(*matrices, y_columns, *settings, *d_matrices, d_y_columns),
-    )
-    d_W_O[..., weights.d_x :] = d_y_columns
-    named = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
-    return torch.from_numpy(loss), weights.with_tensors(named)
+    d_x, d_y, model = weights.d_x, weights.d_y, weights.model
+    is_linear = model.score == "linear/L"
+    score = STEP_SCORES.index("linear" if is_linear else model.score)
+    slots, n_models = members.slots.numpy(), len(members.slots)
+    matrices, d_matrices = (_arrays(each) for each in (weights, gradients))
+
+    def step(prompts: Prompts) -> Tensor:
+        prompts.require_sizes(d_x=d_x, d_y=d_y)
+        for tensor in gradients.tensors.values():
+            tensor.zero_()
+        loss = np.zeros(n_models, np.float32)
+        slope = model.score_slope / prompts.x.shape[1] if is_linear else model.score_slope
+        arrays = (t.numpy() for t in (prompts.x, prompts.y, prompts.x_query, prompts.y_query))
+        settings = (slots, score, slope, weights.scale, loss)
+        set_loss_and_gradients(*arrays, *matrices, *settings, *d_matrices)
+        return torch.from_numpy(loss)
+
+    return step
+
+
+def _arrays(weights: Weights) -> list[np.ndarray]:
+    """W_Q, W_K, W_V and the y columns of W_O as arrays [head, ...] that share the memory of the weights."""
+    *matrices, W_O = (tensor.detach()[0].numpy() for tensor in weights.tensors.values())
+    return [*matrices, W_O[..., weights.d_x :]]
 
 
 class Pack(TrainingRun[Weights]):
@@ -248,28 +280,22 @@ class Pack(TrainingRun[Weights]):
 
     def _loss(self, batch: Batch) -> Float[Tensor, " model"]:
         # Uses the arithmetic of the step, so that the loss has the same bits in any pack.
-        return torch.cat([loss for loss, _ in self._by_task(batch)])
+        return self._loss_and_gradient(batch)[0]
 
     def _loss_and_gradient(
         self, batch: Batch
     ) -> tuple[Float[Tensor, " model"], Float[Tensor, " weight"]]:
-        losses, gradients = zip(*self._by_task(batch), strict=True)
-        if len(gradients) == 1:
-            return losses[0], flattened(gradients[0])
-        by_name = zip(*(each.tensors.values() for each in gradients), strict=True)
-        return torch.cat(losses), torch.cat([torch.cat(parts, 1).flatten() for parts in by_name])
-
-    def _by_task(self, batch: Batch) -> list[tuple[Tensor, Weights]]:
-        """Losses and gradients of the models of each task."""
-        return [
-            loss_and_gradients(weights, of_task, members)
-            for (weights, members), of_task in zip(self._of_tasks, batch, strict=True)
-        ]
+        written, steps = self._steps
+        losses = [step(of_task) for step, of_task in zip(steps, batch, strict=True)]
+        return torch.cat(losses), written
 
     @cached_property
-    def _of_tasks(self) -> list[tuple[Weights, Membership]]:
-        """Heads of the models of each task, as views of `flat`."""
-        return [(self.weights[heads], members) for heads, members in self._parts]
+    def _steps(self) -> tuple[Tensor, list[Callable[[Prompts], Tensor]]]:
+        """Flat gradient that the steps of the models of each task write, and these steps."""
+        written = torch.zeros_like(self.flat)
+        gradients = views(written, self.weights)
+        parts = ((gradients[heads], self.weights[heads], m) for heads, m in self._parts)
+        return written, [step_into(*part) for part in parts]
 
     @cached_property
     def _numbers(self) -> Numbers | None:

@@ -1,0 +1,379 @@
+"""Plain torch modules from files with recurrent layers of transformers and flash-linear-attention.
+
+Weights of this package have no short convolutions and no norms of heads. Such a file therefore becomes a module with the
+file's names, and `hook_module` finds its heads as it does in the layers of those libraries.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from mechinterp.checkpoints.foreign.names import piece_of, shown
+from mechinterp.checkpoints.foreign.refusals import HOOK, require_numbers
+from mechinterp.checkpoints.io.files import naming, read_json
+from mechinterp.checkpoints.io.tensor_files import folder_file, read_file
+from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames, Form, names_within
+
+_CONFIG = "config.json"
+_Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Class of layers: the tensors that show it, and what they do not show."""
+
+    name: str
+    projections: frozenset[str]
+    """What its projections compute, the keys of `DeltaNames.projections`."""
+    mark: str
+    """Module or tensor that it has besides; "" for none."""
+    key_heads: str = ""
+    """Setting with the number of heads of keys; "" if there are as many as heads of values."""
+    doubled: tuple[str, bool] = ("allow_neg_eigval", False)
+    """Setting that doubles strengths, and its default."""
+    eps: tuple[str, float] = ("norm_eps", 1e-5)
+    """Setting with the number that the norm adds to mean squares, and its default."""
+    gate: str = "g_proj"
+    """Projection to the gate of the norm; "" if it is z in `in_proj_qkvz`."""
+    required: _Settings = field(default_factory=dict)
+    """_Settings that must have this value, which is also their default."""
+
+
+_GATED = frozenset({"q", "k", "v", "b", "a"})
+_ACTIVATED = {"hidden_act": "silu"}
+LAYER_KINDS = (
+    LayerKind(
+        name="Qwen3NextGatedDeltaNet",
+        projections=frozenset({"qkvz", "ba"}),
+        mark="conv1d",
+        key_heads="linear_num_key_heads",
+        eps=("rms_norm_eps", 1e-6),
+        gate="",
+        required=_ACTIVATED,
+    ),
+    LayerKind(
+        name="Qwen3_5GatedDeltaNet",
+        projections=frozenset({"qkv", "b", "a"}),
+        mark="conv1d",
+        key_heads="linear_num_key_heads",
+        eps=("rms_norm_eps", 1e-6),
+        gate="in_proj_z",
+        required=_ACTIVATED,
+    ),
+    LayerKind(
+        name="OlmoHybridGatedDeltaNet",
+        projections=_GATED,
+        mark="conv1d",
+        key_heads="linear_num_key_heads",
+        doubled=("linear_allow_neg_eigval", True),
+        eps=("", 1e-5),
+        required=_ACTIVATED,
+    ),
+    LayerKind(name="MesaNet", projections=_GATED, mark="lambda_params"),
+    LayerKind(name="GatedDeltaNet", projections=_GATED, mark="A_log", key_heads="num_heads"),
+    LayerKind(
+        name="DeltaNet",
+        projections=frozenset({"q", "k", "v", "b"}),
+        mark="",
+        required={"qk_norm": "l2", "qk_activation": "silu"},
+    ),
+    LayerKind(
+        name="SimpleGatedLinearAttention",
+        projections=frozenset({"q", "k", "v", "gk"}),
+        mark="",
+        required={"feature_map": None, "gate_fn": "swish"},
+    ),
+)
+"""Classes that are read, the first that fits; defaults are those of the classes."""
+_BESIDE = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "A_log", "dt_bias", "lambda_params")
+"""Convolutions and parameters of layers, beside their projections and norms."""
+
+
+def recurrent_module(
+    weights: str | Path | Mapping[str, Tensor],
+    *,
+    config: _Settings | None = None,
+    residual: bool = True,
+) -> nn.Module:
+    """Plain torch module from the weights of recurrent layers between a read-in and a read-out.
+
+    Layers are GatedDeltaNet of Qwen3-Next, Qwen3.5 and OLMo Hybrid (transformers), and GatedDeltaNet, DeltaNet, MesaNet and
+    SimpleGatedLinearAttention (flash-linear-attention). Tokens [batch, pos, d_x + d_y] go through the read-in, the layers in
+    the order of their numbers, and the read-out; the output is [batch, pos, d_y]. The names of its state dict are the file's.
+
+    Args:
+        weights: State dict, or path of a file or folder with one.
+        config: _Settings in the words of the layer's class, where the weights do not show them; None: those of config.json
+            beside the file. A setting that is not stated has the default of the class.
+        residual: True: a layer's output is added to the stream. False: it replaces the stream.
+    Raises:
+        ValueError: If no such layer is found, a tensor belongs to something else, the number of key heads is needed and not
+            stated, or a setting makes another layer; CheckpointError if the file cannot be read.
+    Source:
+        transformers' modeling_qwen3_next, modeling_qwen3_5 and modeling_olmo_hybrid; fla.layers of flash-linear-attention.
+    See also:
+        `hook_module`, `load`.
+    Example:
+        >>> import torch
+        >>> tensors = {f"layer.{x}_proj.weight": torch.randn(6, 4) for x in "qkv"}
+        >>> tensors |= {"layer.b_proj.weight": torch.randn(2, 4), "layer.o_norm.weight": torch.ones(3)}
+        >>> tensors |= {"layer.o_proj.weight": torch.randn(4, 6)}
+        >>> module = recurrent_module(tensors)
+        >>> tuple(module(torch.randn(5, 9, 4)).shape), set(module.state_dict()) == set(tensors)
+        ((5, 9, 4), True)
+    """
+    if isinstance(weights, Mapping):
+        return _model_of(weights, config or {}, residual=residual)
+    path = Path(weights)
+    with naming(path):
+        file, (tensors, _) = folder_file(path) if path.is_dir() else (path, read_file(path))
+        beside = file.parent / _CONFIG
+        if config is None and beside.is_file():
+            stated = cast(dict[str, Any], read_json(beside))
+            config = {**stated, **(stated.get("text_config") or {})}
+        return _model_of(tensors, config or {}, residual=residual)
+
+
+def _model_of(tensors: Mapping[str, Tensor], config: _Settings, *, residual: bool) -> nn.Module:
+    for name, tensor in tensors.items():
+        require_numbers(tensor, name)
+    tree = _tree(tensors, config)
+    layers = [name for name, part in tree.named_modules() if isinstance(part, RecurrentLayer)]
+    if not layers:
+        listed = ", ".join(map(shown, sorted(tensors)[:8])) or "none"
+        raise ValueError(
+            f"weights must hold a layer of {', '.join(kind.name for kind in LAYER_KINDS)}; got {listed}."
+        )
+    if isinstance(tree, RecurrentLayer):
+        return tree
+    return RecurrentModel(tree, sorted(layers, key=_in_order), _ends(tensors, layers), residual)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Key that sorts names by their words, and numbers among the words by size."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
+
+
+def _ends(tensors: Mapping[str, Tensor], layers: list[str]) -> dict[str, str]:
+    """Names of the modules that read in and read out.
+
+    Raises:
+        ValueError: If a tensor belongs to something else.
+    """
+    ends: dict[str, str] = {}
+    for name in tensors:
+        if any(name.startswith(f"{layer}.") for layer in layers):
+            continue
+        piece, path = piece_of(name), name.rpartition(".")[0]
+        part = "" if piece is None else piece.part
+        if part not in ("read_in", "read_out") or ends.setdefault(part, path) != path:
+            raise ValueError(
+                f"{shown(name)} is no part of recurrent layers, of one read-in or of one read-out; {HOOK}."
+            )
+    return ends
+
+
+def _tree(tensors: Mapping[str, Tensor], config: _Settings) -> nn.Module:
+    """Modules by the names of the tensors: layers, linear maps, and modules that only hold tensors."""
+    inner: dict[str, dict[str, Tensor]] = {}
+    own: dict[str, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        word, dot, rest = name.partition(".")
+        if dot:
+            inner.setdefault(word, {})[rest] = tensor
+        else:
+            own[name] = nn.Parameter(tensor.detach().clone())
+    children = {word: _tree(each, config) for word, each in inner.items()}
+    names = names_within(children.keys())
+    if names is not None:
+        return RecurrentLayer(names, children, own, config)
+    if not children and "weight" in own and own.keys() <= {"weight", "bias"}:
+        return _Weighted(own)
+    return _holding(nn.Module(), children, own)
+
+
+def _holding(
+    module: nn.Module, children: Mapping[str, nn.Module], own: Mapping[str, nn.Parameter]
+) -> nn.Module:
+    """The module with these children and parameters."""
+    for name, child in children.items():
+        module.add_module(name, child)
+    for name, parameter in own.items():
+        module.register_parameter(name, parameter)
+    return module
+
+
+class _Weighted(nn.Module):
+    """Given weight and bias; a call is the linear map, which convolutions and norms do not use."""
+
+    def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = own["weight"]
+        self.bias: nn.Parameter | None = own.get("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Norm(nn.Module):
+    """Root mean square norm of each head, times silu of a gate if there is one."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, z: Tensor, gate: Tensor | None = None) -> Tensor:
+        normed = F.rms_norm(z, z.shape[-1:], self.weight, self.eps)
+        return normed if gate is None else normed * F.silu(gate)
+
+
+class RecurrentLayer(nn.Module):
+    """A layer of one of `LAYER_KINDS` with the weights of a file; its attributes have the names of those classes."""
+
+    def __init__(
+        self,
+        names: DeltaNames,
+        children: Mapping[str, nn.Module],
+        own: Mapping[str, nn.Parameter],
+        config: _Settings,
+    ) -> None:
+        super().__init__()
+        _holding(self, children, own)
+        self.names, self.kind = names, _kind_of(names, {*children, *own}, config)
+        for name in (*names.projections.values(), names.output):
+            _weight(children[name])
+        self.num_v_heads = _n_heads(names, children)
+        self.num_k_heads = self._key_heads(config)
+        self.head_v_dim = _weight(children[names.output]).shape[1] // self.num_v_heads
+        self.gate_logit_normalizer = _number(config, "gate_logit_normalizer", 16)
+        self.lambda_lower_bound = _number(config, "lambda_lower_bound", 0.25)
+        self.form = self._form(config)
+        if names.norm != names.output:
+            weight = _weight(children[names.norm])
+            self.add_module(names.norm, _Norm(weight, _number(config, *self.kind.eps)))
+
+    def _key_heads(self, config: _Settings) -> int:
+        """Number of heads of keys.
+
+        Raises:
+            ValueError: If it must be stated and is not, or does not divide the number of heads.
+        """
+        name = self.kind.key_heads
+        if not name or self.num_v_heads == 1:
+            return self.num_v_heads
+        number = config.get(name)
+        if type(number) is not int or number < 1 or self.num_v_heads % number:
+            raise ValueError(
+                f"config must state {name}, which divides the {self.num_v_heads} heads of values, got {number}: "
+                f"the weights of {self.kind.name} do not show it."
+            )
+        return number
+
+    def _form(self, config: _Settings) -> Form:
+        """Activations, norms and strengths of the class."""
+        conv = {"conv1d", "q_conv1d"} & {name for name, _ in self.named_children()}
+        plain = self.kind.name == "SimpleGatedLinearAttention"
+        activated = "qk" if self.kind.name == "MesaNet" else "" if plain and not conv else "qkv"
+        name, default = self.kind.doubled
+        return Form(activated, normed=not plain, doubled=bool(config.get(name, default)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = DeltaLayer(self, self.names, self.num_v_heads, self.form)
+        layer.noted = {
+            part: self.get_submodule(name)(x) for part, name in self.names.projections.items()
+        }
+        parts = layer.parts(self.form)
+        factor = 1.0 if layer.rule == "mesa" else parts["q"].shape[-1] ** -0.5
+        z = layer.memory(parts).read(factor * parts["q"], range(1, x.shape[1] + 1))
+        if self.names.norm != self.names.output:
+            gate = self._gate(x, layer.noted)
+            norm = self.get_submodule(self.names.norm)
+            z = norm(z) if gate is None else norm(z, gate.reshape(z.shape))
+        return self.get_submodule(self.names.output)(z.flatten(2))
+
+    def _gate(self, x: Tensor, noted: Mapping[str, Tensor]) -> Tensor | None:
+        """Gate of the norm [batch, pos, width]; None if there is none."""
+        if not self.kind.gate:  # the last rows of each head of keys
+            rows = noted["qkvz"].unflatten(-1, (self.num_k_heads, -1))
+            return rows[..., -self.head_v_dim * self.num_v_heads // self.num_k_heads :].flatten(-2)
+        children = dict(self.named_children())
+        return children[self.kind.gate](x) if self.kind.gate in children else None
+
+
+def _kind_of(names: DeltaNames, within: set[str], config: _Settings) -> LayerKind:
+    """Class of a layer with these projections and these modules and tensors.
+
+    Raises:
+        ValueError: If there is none, it has no such tensor, or a setting makes another layer.
+    """
+    made_of = names.projections.keys()
+    for kind in LAYER_KINDS:
+        if kind.projections == made_of and (not kind.mark or kind.mark in within):
+            break
+    else:
+        listed, classes = ", ".join(sorted(within)), ", ".join(each.name for each in LAYER_KINDS)
+        raise ValueError(f"a recurrent layer must be of {classes}; got {listed}.")
+    known = {*names.projections.values(), names.output, names.norm, kind.gate, *_BESIDE}
+    for name in sorted(within - known):
+        raise ValueError(f"{shown(name)} is no part of a {kind.name}; {HOOK}.")
+    for name, value in kind.required.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} must be {value} for {kind.name}, got {config[name]}; {HOOK}.")
+    return kind
+
+
+def _n_heads(names: DeltaNames, children: Mapping[str, nn.Module]) -> int:
+    """Number of heads of values: each has one strength or gate."""
+    if "ba" in names.projections:
+        return len(_weight(children[names.projections["ba"]])) // 2
+    part = "b" if "b" in names.projections else "gk"
+    return len(_weight(children[names.projections[part]]))
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    """Weight of a module that has one and nothing else.
+
+    Raises:
+        ValueError: If it holds something else.
+    """
+    if not isinstance(module, _Weighted):
+        listed = ", ".join(name for name, _ in module.named_parameters())
+        raise ValueError(f"projections and norms must be one weight with or without bias, got {listed}; {HOOK}.")  # fmt: skip
+    return module.weight
+
+
+def _number(config: _Settings, name: str, default: float) -> float:
+    """Number that the config states, or the default.
+
+    Raises:
+        ValueError: If it is not above 0.
+    """
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a number > 0, got {value}.")
+    return float(value)
+
+
+class RecurrentModel(nn.Module):
+    """Read-in, recurrent layers and read-out of a file, under its names."""
+
+    def __init__(
+        self, tree: nn.Module, layers: list[str], ends: Mapping[str, str], residual: bool
+    ) -> None:
+        super().__init__()
+        _holding(self, dict(tree.named_children()), dict(tree.named_parameters(recurse=False)))
+        self.layer_names, self.ends, self.residual = layers, ends, residual
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self._end("read_in", tokens)
+        for name in self.layer_names:
+            output = self.get_submodule(name)(stream)
+            stream = stream + output if self.residual else output
+        return self._end("read_out", stream)
+
+    def _end(self, part: str, x: Tensor) -> Tensor:
+        return self.get_submodule(self.ends[part])(x) if part in self.ends else x
