@@ -28,7 +28,7 @@ from mechinterp.models.constructions.one_layer import (
 from mechinterp.models.heads import head_outputs, predict, stack
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
-from mechinterp.training.linear import initial_heads
+from mechinterp.training.linear_models import initial_heads
 from mechinterp.training.one_layer.step import initial_weights
 from tests.analysis.test_labels import EYE, antisymmetric, pair, with_blocks
 

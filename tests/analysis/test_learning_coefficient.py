@@ -47,7 +47,8 @@ from mechinterp.theory.linear import (
     modes,
     separate_heads,
 )
-from mechinterp.training.linear import task_moments, unflatten
+from mechinterp.training.linear import unflatten
+from mechinterp.training.linear_models import task_moments
 from tests.conftest import CHECKPOINTS, refused
 from tests.test_doors import as_for_users
 

@@ -37,7 +37,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
-from mechinterp.models.hooked.runner import query_positions
+from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.linear_edges import EdgeMaps
 from mechinterp.models.run.predictor import Source, predictor_of

@@ -35,7 +35,8 @@ from mechinterp.theory.learning_coefficient import (
 )
 from mechinterp.theory.linear import Heads, MergedHeads, Moments
 from mechinterp.training.general.step import loss_and_gradients as deep_loss
-from mechinterp.training.linear import flat_heads, sample_moments, task_moments, unflatten
+from mechinterp.training.linear import flat_heads, unflatten
+from mechinterp.training.linear_models import sample_moments, task_moments
 from mechinterp.training.one_layer.step import by_tensors, membership
 
 ModuleLoss = Callable[[nn.Module], Tensor]
