@@ -259,6 +259,30 @@ def own_object(named: str) -> Any:
     return own
 
 
+def _argument_of_prompts(
+    name: str, analysis: Analysis, prompts: Prompts | None, stated: Mapping[str, object]
+) -> str:
+    """Argument of the analysis that given prompts become; empty without given prompts.
+
+    Args:
+        stated: Options that say how prompts are drawn.
+    Raises:
+        ValueError: If the analysis takes no given prompts, draws none although options are stated, or both are stated.
+    """
+    if stated and not analysis.draws_prompts:
+        option, value = next(iter(stated.items()))
+        raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    if prompts is None:
+        return ""
+    if analysis.takes_prompts_as is None:
+        raise ValueError(f"{name} takes no given prompts, got {prompts!r}.")
+    if stated.keys() - {"context_length"}:
+        raise ValueError(
+            f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
+        )
+    return analysis.takes_prompts_as
+
+
 def run_analysis(
     named: str | Callable[..., Finding],
     checkpoint: Model | Learner,
@@ -296,17 +320,9 @@ def run_analysis(
         given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}
-    if stated and not analysis.draws_prompts:
-        option, value = next(iter(stated.items()))
-        raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    argument = _argument_of_prompts(name, analysis, prompts, stated)
     length = stated.pop("context_length", None)
     if prompts is not None:
-        if (argument := analysis.takes_prompts_as) is None:
-            raise ValueError(f"{name} takes no given prompts, got {prompts!r}.")
-        if stated:
-            raise ValueError(
-                f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
-            )
         given[argument] = prompts if length is None else prompts.shortened(length)
     elif is_learner(checkpoint):
         if length is not None:

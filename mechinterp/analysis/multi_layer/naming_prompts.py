@@ -19,7 +19,7 @@ from mechinterp.analysis.stats import without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import no_law
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts, require_few_numbers
 from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
