@@ -153,10 +153,12 @@ def _typed(text: str) -> str | bool | int | float:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-HINTS = [
-    Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
-    for hint in fields(Hints)
-]
+def _keyword(name: str, default: object, annotation: object) -> Parameter:
+    """Option of a command, by name only."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+HINTS = [_keyword(hint.name, None, _hint_option(hint)) for hint in fields(Hints)]
 VerboseOption = Annotated[
     bool,
     option(
@@ -164,8 +166,6 @@ VerboseOption = Annotated[
         "Also name settings that are known or rarely matter, and the readings of a file that were tried.",
     ),
 ]
-VERBOSE = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption)
-DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=DeviceOption)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,9 @@ def reads_files(
         request: True: also the options of `Request`, as its argument `request`.
     """
     shared = list(signature(Request).parameters.values()) if request else []
-    options = [*shared, *HINTS, VERBOSE, *([DEVICE] if device else [])]
+    options = [*shared, *HINTS, _keyword("verbose", False, VerboseOption)]
+    if device:
+        options.append(_keyword("device", "auto", DeviceOption))
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
