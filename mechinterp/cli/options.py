@@ -13,7 +13,7 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.cli.own_model import is_own_model, own_source, require_heads
+from mechinterp.cli.own_model import is_own_model, own_source, require_model
 from mechinterp.cli.printing import complain, complain_in_rows, say_json
 from mechinterp.config.task import UNKNOWN_TASK
 
@@ -342,7 +342,7 @@ class Files:
     def model(self, path: Path, context_length: int | None = None) -> "Checkpoint | HookedModule":
         """Checkpoint at a path, or module my_module:model; assumptions are printed to standard
         error."""
-        return require_heads(path, self.source(path, context_length))
+        return require_model(path, self.source(path, context_length))
 
     def source(
         self, path: Path, context_length: int | None = None
