@@ -37,7 +37,7 @@ def require_file(path: Path, command: str) -> None:
         )
 
 
-def require_heads(
+def require_model(
     path: Path, source: "Checkpoint | HookedModule | Learner"
 ) -> "Checkpoint | HookedModule":
     """The source, if it is a model and not a function of prompts.

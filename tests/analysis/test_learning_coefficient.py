@@ -14,13 +14,9 @@ from analyses.coefficients.sampler import heads_at, moments_of
 from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.cost_of_chains import Cost
-from mechinterp.analysis.training.local_losses import (
-    module_loss,
-    population_loss,
-    predictor_loss,
-    prompts_loss,
-)
+from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
 from mechinterp.analysis.training.minimum import FALL, fall_nearby, why_no_minimum
+from mechinterp.analysis.training.module_losses import module_loss, predictor_loss
 from mechinterp.analysis.training.sampler import (
     NBETA,
     Chains,
