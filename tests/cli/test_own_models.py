@@ -126,6 +126,25 @@ def test_what_a_module_cannot_be_asked_is_refused(run: Run, mine: Path, words, s
     run(*words).assert_refused(*said)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def broken(:", ("SyntaxError", "line 1")),
+        ("\nraise RuntimeError('no\\nweights')", ("RuntimeError: no weights", "line 2")),
+        ("import sys; sys.exit(3)", ("SystemExit: 3",)),
+        ("import a_package_that_is_not_here", ("a_package_that_is_not_here",)),
+        ("import torch\nmodel = lambda prompts: prompts.x", ("[layer, 64, 1]", "[64, 6, 3]")),
+        ("import torch\nmodel = lambda prompts: prompts.y[:, 0, 0]", ("[64, 1]", "got [64]")),
+        ("model = lambda prompts: 'nothing'", ("[64, 1]", "got str")),
+    ],
+)
+def test_a_broken_file_or_function_is_one_line(run: Run, mine: Path, source: str, said):
+    name = f"broken_{abs(hash(source))}"
+    (mine / f"{name}.py").write_text(source)
+    words = ("--task", "task.json", "--n-prompts", 64)
+    run("compare-learners", f"{name}:model", *words).assert_refused(f"{name}:model", *said)
+
+
 def test_a_file_with_a_colon_in_its_name_stays_a_file(run: Run, mine: Path):
     (mine / "module_of_mine:model").write_text("no weights")
     run("ablate", NAMED).assert_refused(NAMED, "file")
