@@ -145,7 +145,7 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
     )
 
 
-def output_of(learner: Learner, prompts: Prompts) -> object:
+def output_of(learner: Learner, prompts: Prompts) -> Any:
     """What a function of prompts gives; for prompts in float32 if it does not run in float64."""
     try:
         return learner(prompts)
