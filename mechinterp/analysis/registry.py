@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, cast
 
 from mechinterp.analysis.needs import (
@@ -37,6 +38,7 @@ from mechinterp.analysis.needs import (
     weights_by_name,
 )
 from mechinterp.analysis.result import Finding
+from mechinterp.checkpoints.io.files import one_line
 from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
@@ -243,17 +245,27 @@ def own_object(named: str) -> Any:
     """The object `module:name`, of a module in the current folder or an installed one.
 
     Raises:
-        ValueError: If there is no such module or name.
+        ValueError: If there is no such module or name, or the module cannot be imported.
     """
     module, _, name = named.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{named}: there is no module {module!r}.")
     try:
         own = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
-    except (ValueError, TypeError):
-        own = None  # an empty name, or one that begins with a dot
+    except (Exception, SystemExit) as error:
+        *_, last = extract_tb(error.__traceback__)
+        where = (
+            ""
+            if isinstance(error, SyntaxError)
+            else f" ({Path(last.filename).name}, line {last.lineno})"
+        )
+        raise ValueError(
+            f"{named}: the import of {module} ended in {type(error).__name__}: {one_line(error)}{where}."
+        ) from None
     if own is None:
         raise ValueError(f"{named}: {module} has no {name!r}.")
     return own

@@ -22,7 +22,7 @@ from mechinterp.cli.options import (
     option,
     reads_files,
 )
-from mechinterp.cli.own_model import require_heads
+from mechinterp.cli.own_model import require_model
 from mechinterp.cli.printing import about_paths, say, say_json, say_of
 from mechinterp.cli.table import TYPES, Row
 
@@ -146,7 +146,7 @@ def show(
         model = files.source(path, request.context_length)
         law = files.law or (files.hints.task if is_learner(model) else None)
         if over_steps:
-            heads = require_heads(path, model)
+            heads = require_model(path, model)
             result: Finding = at_every_step(heads, name, task=law, **request.drawn_by | settings)
         else:
             result = run_analysis(name, model, task=law, **request.drawn_by, settings=settings)

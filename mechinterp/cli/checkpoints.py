@@ -21,7 +21,7 @@ from mechinterp.cli.options import (
     prompts_of,
     reads_files,
 )
-from mechinterp.cli.own_model import is_own_model, own_source, require_file, require_heads
+from mechinterp.cli.own_model import is_own_model, own_source, require_file, require_model
 from mechinterp.cli.printing import about_paths, answer, complain, say, say_json, say_of, shown_path
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def check(
         hints: dict = dict(files.hints.given)
         own = is_own_model(path)
         found = own_source(str(path), files.hints, files.device) if own else load(path, **hints)
-        model = require_heads(path, found)
+        model = require_model(path, found)
         if request.context_length is not None:
             model = model.at_length(request.context_length)
         drawn_by: dict = {
