@@ -16,13 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.patching.pairing import (
-    Metric,
-    clean_and_corrupted,
-    inputs_of,
-    output_metric,
-    put,
-)
+from mechinterp.analysis.ablation.measured import Metric
+from mechinterp.analysis.patching.pairing import clean_and_corrupted, inputs_of, output_metric, put
 from mechinterp.analysis.result import HEAD_COLUMNS
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.config import TaskLike

@@ -20,11 +20,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
     COMPONENTS,
     InputPair,
-    Metric,
     Node,
     clean_and_corrupted,
     graph_of,
