@@ -6,7 +6,7 @@ with random weights.
 A model runs on prompts whose noise, task vectors, length or covariates differ from those of its
 training, as if they were assumed for its file. Number of prompts as in `classify`, several seeds.
 Writes analyses/results/algorithms/task_doubt.csv, one row per kind of model and change: number of
-doubts, and the best factor on the predictions. docs/trust.md shows the counts."""
+doubts, and the best factor on the predictions. docs/results/labels.md shows the counts."""
 
 from dataclasses import replace
 from pathlib import Path

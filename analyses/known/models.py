@@ -20,7 +20,7 @@ from mechinterp.models.constructions.sparse import preprocess_then_optimise_mode
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.learning_coefficient import learning_coefficient
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 
 TASK = TaskConfig(d_x=4, context_length=20, noise_var=0.1)
 WIDE = replace(TASK, covariance=CovarianceConfig("eigenvalues", eigenvalues=(2.0, 1.0, 0.5, 0.25)))

@@ -17,7 +17,7 @@ from mechinterp.models.constructions.recurrent import recurrent_layer
 from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import SeparateHeads
 from mechinterp.theory.reduced_rank import reduced_rank_coefficient
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 
 SEEDS = (0, 1, 2)
 FAMILIES = (

@@ -242,3 +242,25 @@ def devinterp(results: Path) -> str:
         halves = "–" if pd.isna(first) else f"{first:+.1%}, {second:+.1%}"
         columns.append(f" {halves} | {theory:+.1%} |")
     return "\n".join(line + cell for line, cell in zip(lines, columns, strict=True))
+
+
+def precision(results: Path) -> str:
+    """Learning coefficient of each entry by draws in float64 and in float32: mean over seeds and its standard error."""
+    rows = pd.read_csv(results / "known_precision.csv")
+    rows = rows[rows["part"] == "estimate"]
+    lines = ["| Entry | Exact | float64 | float32 |", "| --- |" + " --- |" * 3]
+    for name, part in rows.groupby("model", sort=False):
+        cells = [f"{part[p].mean():.3f} ± {part[p].sem():.3f}" for p in ("float64", "float32")]
+        lines.append(f"| {name} | {part['exact'].iloc[0]:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gradients(results: Path) -> str:
+    """Processor time of a gradient on prompts, in seconds."""
+    rows = pd.read_csv(results / "known_precision.csv")
+    lines = ["| Model | Through hooks, float64 | Of training, float64 | Of training, float32 |"]
+    lines.append("| --- |" + " --- |" * 3)
+    for row in rows[rows["part"] == "gradient"].itertuples():
+        times = (row.hooks, row.float64, row.float32)
+        lines.append(f"| {row.model} | {' | '.join(f'{each:.2f} s' for each in times)} |")
+    return "\n".join(lines)

@@ -28,7 +28,7 @@ from mechinterp.display import Result, counted, frame_of
 from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 from mechinterp.theory.linear import MergedHeads, modes
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 
 LIVE = 0.01
 """A head is live if its |v K^T Q| exceeds this fraction of the largest. A larger limit counts fewer

@@ -17,7 +17,8 @@ from analyses.lib.theory.linear_dynamics import learning_rate_time
 from analyses.linear import setting as at
 from mechinterp import Prompts
 from mechinterp.theory.linear import MergedHeads, merged_heads
-from mechinterp.training.linear import full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear import full_batch_descent
+from mechinterp.training.linear_models import sample_moments, training_set
 
 TAU, FACTOR = learning_rate_time(1e-3, n_factors=2, context_length=at.LENGTH)
 STEPS, EVERY, SETS = 6000, 20, 10

@@ -14,7 +14,7 @@ import torch
 from analyses.lib import Measured, records
 from analyses.linear.setting import named, page, task
 from mechinterp.theory.linear import Heads, MergedHeads, merged_heads, separate_heads
-from mechinterp.training.linear import training_set
+from mechinterp.training.linear_models import training_set
 
 
 def descent(start: Heads, *, rate: float, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,8 @@ from analyses.lib.theory.learners import one_step_pcr
 from analyses.lib.theory.linear_jumps import first_jump_bound
 from analyses.linear.setting import EIGENVALUES, FOUND, INITS, NORMS, named, separate, task
 from mechinterp.theory.linear import separate_heads
-from mechinterp.training.linear import Flow, training_set
+from mechinterp.training.linear import Flow
+from mechinterp.training.linear_models import training_set
 
 
 def held(found: Flow, rests: Plateaus) -> np.ndarray:

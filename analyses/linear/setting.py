@@ -15,7 +15,8 @@ from analyses.lib.theory.linear_dynamics import learning_rate_time
 from mechinterp import TaskConfig, figures
 from mechinterp.config import CovarianceConfig
 from mechinterp.theory.linear import Heads, Moments, modes, population_moments, separate_heads
-from mechinterp.training.linear import Flow, flow, sample_moments, training_set
+from mechinterp.training.linear import Flow, flow
+from mechinterp.training.linear_models import sample_moments, training_set
 
 EIGENVALUES, LENGTH = (0.4, 0.3, 0.2, 0.1), 31
 MOMENTS = population_moments(np.array(EIGENVALUES), context_length=LENGTH)

@@ -11,7 +11,7 @@ import torch
 from analyses.lib import Measured, record
 from analyses.lib.theory.linear import moment_ratio
 from analyses.linear.setting import EIGENVALUES, LENGTH, MOMENTS, TURNED, named, set_moments, task
-from mechinterp.training.linear import training_set
+from mechinterp.training.linear_models import training_set
 
 NAMES = ("E[y z]", "E[z z^T]", "E[Lhat^2]")
 

@@ -29,7 +29,7 @@ from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum
 from mechinterp.models.hooked.module import ModuleHooks
-from mechinterp.models.hooked.runner import query_positions
+from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import predictor_of
 

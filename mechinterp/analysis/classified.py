@@ -13,7 +13,7 @@ from mechinterp.analysis.learners.nearest import NEAR_R2, Nearby, TaskLoss, task
 from mechinterp.analysis.number_format import p_text
 from mechinterp.config import TaskConfig
 from mechinterp.display import Result
-from mechinterp.icl.predictors import PromptsTask, no_law
+from mechinterp.icl.given import PromptsTask, no_law
 
 HIGH = 0.1
 """Largest upper bound of the fraction of wrong labels at which a label without an error is

@@ -10,11 +10,12 @@ my_module:mine MODEL`.
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
-from typing import Any
+from traceback import extract_tb
+from typing import Any, cast
 
 from mechinterp.analysis.needs import (
     Model,
@@ -37,10 +38,12 @@ from mechinterp.analysis.needs import (
     weights_by_name,
 )
 from mechinterp.analysis.result import Finding
-from mechinterp.config import TaskLike
+from mechinterp.checkpoints.io.files import one_line
+from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.predictor import Learner, is_learner
 
 GIVEN = ("prompts", "clean")
 """Names of an argument for given prompts."""
@@ -242,25 +245,59 @@ def own_object(named: str) -> Any:
     """The object `module:name`, of a module in the current folder or an installed one.
 
     Raises:
-        ValueError: If there is no such module or name.
+        ValueError: If there is no such module or name, or the module cannot be imported.
     """
     module, _, name = named.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{named}: there is no module {module!r}.")
     try:
         own = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
-    except (ValueError, TypeError):
-        own = None  # an empty name, or one that begins with a dot
+    except (Exception, SystemExit) as error:
+        *_, last = extract_tb(error.__traceback__)
+        where = (
+            ""
+            if isinstance(error, SyntaxError)
+            else f" ({Path(last.filename).name}, line {last.lineno})"
+        )
+        raise ValueError(
+            f"{named}: the import of {module} ended in {type(error).__name__}: {one_line(error)}{where}."
+        ) from None
     if own is None:
         raise ValueError(f"{named}: {module} has no {name!r}.")
     return own
 
 
+def _argument_of_prompts(
+    name: str, analysis: Analysis, prompts: Prompts | None, stated: Mapping[str, object]
+) -> str:
+    """Argument of the analysis that given prompts become; empty without given prompts.
+
+    Args:
+        stated: Options that say how prompts are drawn.
+    Raises:
+        ValueError: If the analysis takes no given prompts, draws none although options are stated, or both are stated.
+    """
+    if stated and not analysis.draws_prompts:
+        option, value = next(iter(stated.items()))
+        raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    if prompts is None:
+        return ""
+    if analysis.takes_prompts_as is None:
+        raise ValueError(f"{name} takes no given prompts, got {prompts!r}.")
+    if stated.keys() - {"context_length"}:
+        raise ValueError(
+            f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
+        )
+    return analysis.takes_prompts_as
+
+
 def run_analysis(
     named: str | Callable[..., Finding],
-    checkpoint: Model,
+    checkpoint: Model | Learner,
     *,
     prompts: Prompts | None = None,
     task: TaskLike | None = None,
@@ -269,7 +306,7 @@ def run_analysis(
     seed: int | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Finding:
-    """Result of one analysis of a checkpoint.
+    """Result of one analysis of a model, or of a function of prompts.
 
     Args:
         named: A name in `ANALYSES`, a `module:function`, or a function.
@@ -295,28 +332,25 @@ def run_analysis(
         given["task"] = task
     drawn_by = {"n_prompts": n_prompts, "seed": seed, "context_length": context_length}
     stated = {option: value for option, value in drawn_by.items() if value is not None}
-    if stated and not analysis.draws_prompts:
-        option, value = next(iter(stated.items()))
-        raise ValueError(f"{name} draws no prompts and takes no {option}, got {value}.")
+    argument = _argument_of_prompts(name, analysis, prompts, stated)
     length = stated.pop("context_length", None)
     if prompts is not None:
-        if (argument := analysis.takes_prompts_as) is None:
-            raise ValueError(f"{name} takes no given prompts, got {prompts!r}.")
-        if stated:
-            raise ValueError(
-                f"{name} takes given prompts as they are: leave out n_prompts and seed, got {prompts!r}."
-            )
         given[argument] = prompts if length is None else prompts.shortened(length)
-    elif length not in (None, checkpoint.task.context_length):
-        checkpoint = checkpoint.at_length(length)
+    elif is_learner(checkpoint):
+        if length is not None:
+            given["task"] = replace(as_task(task or {}), context_length=length)
+    elif length not in (None, (model := cast(Model, checkpoint)).task.context_length):
+        checkpoint = model.at_length(length)
     given |= stated
     for option in given.keys() - analysis.options.keys() - {*GIVEN}:
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
-    for option, usual in (("n_prompts", usual_number(checkpoint)), ("seed", 0)):
-        # A function may have no default of its own.
-        if option in analysis.options and analysis.options[option].default is Parameter.empty:
-            given.setdefault(option, usual)
+    # A function may have no default of its own.
+    unset = [n for n, each in analysis.options.items() if each.default is Parameter.empty]
+    if "n_prompts" in unset and "n_prompts" not in given:
+        given["n_prompts"] = usual_number(checkpoint)
+    if "seed" in unset:
+        given.setdefault("seed", 0)
     result = analysis.function(checkpoint, **given)
     if not isinstance(result, Finding):
         raise ValueError(

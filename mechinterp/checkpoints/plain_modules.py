@@ -27,7 +27,8 @@ from mechinterp.display import counted
 from mechinterp.fields import flatten
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.hooked.arguments import whole
-from mechinterp.models.hooked.runner import HookedPredictor, query_positions, read_prediction
+from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.runner import HookedPredictor, read_prediction
 from mechinterp.models.run.predictor import ModelPredictor
 from mechinterp.models.run.ways import Predictor
 

@@ -22,6 +22,7 @@ from mechinterp.cli.options import (
     option,
     reads_files,
 )
+from mechinterp.cli.own_model import require_model
 from mechinterp.cli.printing import about_paths, say, say_json, say_of
 from mechinterp.cli.table import TYPES, Row
 
@@ -130,6 +131,7 @@ def show(
     from mechinterp.analysis.over_steps import over_steps as at_every_step
     from mechinterp.analysis.registry import analysis_of, run_analysis
     from mechinterp.checkpoints.foreign.agreed import Labelled, readings_note
+    from mechinterp.models.run.predictor import is_learner
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json
     from mechinterp.report.to_text import to_text
@@ -141,19 +143,17 @@ def show(
         request = replace(request, context_lengths=None)
     named = [value for value in settings.values() if isinstance(value, Path)]
     with about_paths(path, *request.files, *named), progress_bars(quiet=request.quiet):
-        checkpoint = files.model(path, request.context_length)
+        model = files.source(path, request.context_length)
+        law = files.law or (files.hints.task if is_learner(model) else None)
         if over_steps:
-            result: Finding = at_every_step(
-                checkpoint, name, task=files.law, **request.drawn_by | settings
-            )
+            heads = require_model(path, model)
+            result: Finding = at_every_step(heads, name, task=law, **request.drawn_by | settings)
         else:
-            result = run_analysis(
-                name, checkpoint, task=files.law, **request.drawn_by, settings=settings
-            )
+            result = run_analysis(name, model, task=law, **request.drawn_by, settings=settings)
     if request.as_json:
-        say_json(to_json(title, checkpoint, result) | request.note)
+        say_json(to_json(title, model, result) | request.note)
         return
     text = to_text(title, result, wide=request.wide)
     # First why the file may have been read wrongly, and whose reading the numbers are; a label has the readings in its reason.
-    note = "" if isinstance(result, Labelled) else readings_note(checkpoint)
-    say_of(path, "\n".join(filter(None, (getattr(checkpoint, "doubt", ""), note, text))))
+    note = "" if isinstance(result, Labelled) else readings_note(model)
+    say_of(path, "\n".join(filter(None, (getattr(model, "doubt", ""), note, text))))

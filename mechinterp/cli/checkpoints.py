@@ -21,7 +21,7 @@ from mechinterp.cli.options import (
     prompts_of,
     reads_files,
 )
-from mechinterp.cli.own_model import is_own_model, own_model, require_file
+from mechinterp.cli.own_model import is_own_model, own_source, require_file, require_model
 from mechinterp.cli.printing import about_paths, answer, complain, say, say_json, say_of, shown_path
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ def check(
     with about_paths(path, *request.files):
         hints: dict = dict(files.hints.given)
         own = is_own_model(path)
-        model = own_model(str(path), files.hints, files.device) if own else load(path, **hints)
+        found = own_source(str(path), files.hints, files.device) if own else load(path, **hints)
+        model = require_model(path, found)
         if request.context_length is not None:
             model = model.at_length(request.context_length)
         drawn_by: dict = {
@@ -157,17 +158,17 @@ def check(
             "seed": request.seed,
         }
         given = {name: value for name, value in drawn_by.items() if value is not None}
-        found = check_model(model, task=files.law, **given)
+        checked = check_model(model, task=files.law, **given)
     document = {
         "schema_version": SCHEMA_VERSION,
         "path": str(path),
-        "model": found.model,
-        "loss": vars(found.loss),
-        "doubt": found.doubt,
-        "settings": records(found.settings),
-        "analyses": records(found.analyses),
+        "model": checked.model,
+        "loss": vars(checked.loss),
+        "doubt": checked.doubt,
+        "settings": records(checked.settings),
+        "analyses": records(checked.analyses),
     }
-    answer(document | request.note, str(found), as_json=request.as_json)
+    answer(document | request.note, str(checked), as_json=request.as_json)
 
 
 @reads_files()

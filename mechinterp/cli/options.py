@@ -13,7 +13,7 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.cli.own_model import is_own_model, own_model
+from mechinterp.cli.own_model import is_own_model, own_source, require_model
 from mechinterp.cli.printing import complain, complain_in_rows, say_json
 from mechinterp.config.task import UNKNOWN_TASK
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.plain_modules import HookedModule
     from mechinterp.icl.prompts import Prompts
-
+    from mechinterp.models.run.predictor import Learner
 
 HELP = ["-h", "--help"]
 """Options that show the help."""
@@ -153,10 +153,12 @@ def _typed(text: str) -> str | bool | int | float:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-HINTS = [
-    Parameter(hint.name, Parameter.KEYWORD_ONLY, default=None, annotation=_hint_option(hint))
-    for hint in fields(Hints)
-]
+def _keyword(name: str, default: object, annotation: object) -> Parameter:
+    """Option of a command, by name only."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+HINTS = [_keyword(hint.name, None, _hint_option(hint)) for hint in fields(Hints)]
 VerboseOption = Annotated[
     bool,
     option(
@@ -164,8 +166,6 @@ VerboseOption = Annotated[
         "Also name settings that are known or rarely matter, and the readings of a file that were tried.",
     ),
 ]
-VERBOSE = Parameter("verbose", Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption)
-DEVICE = Parameter("device", Parameter.KEYWORD_ONLY, default="auto", annotation=DeviceOption)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,9 @@ def reads_files(
         request: True: also the options of `Request`, as its argument `request`.
     """
     shared = list(signature(Request).parameters.values()) if request else []
-    options = [*shared, *HINTS, VERBOSE, *([DEVICE] if device else [])]
+    options = [*shared, *HINTS, _keyword("verbose", False, VerboseOption)]
+    if device:
+        options.append(_keyword("device", "auto", DeviceOption))
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -340,19 +342,29 @@ class Files:
     def model(self, path: Path, context_length: int | None = None) -> "Checkpoint | HookedModule":
         """Checkpoint at a path, or module my_module:model; assumptions are printed to standard
         error."""
+        return require_model(path, self.source(path, context_length))
+
+    def source(
+        self, path: Path, context_length: int | None = None
+    ) -> "Checkpoint | HookedModule | Learner":
+        """The same, or a function of prompts my_module:mine."""
+        from mechinterp.checkpoints.plain_modules import HookedModule
+
         if not is_own_model(path):
             return self.load(path, context_length)
-        module = own_model(str(path), self.hints, self.device)
-        if context_length is not None and LENGTH in module.assumed:
-            module = module.at_length(context_length)
-        task = module.task
+        found = own_source(str(path), self.hints, self.device)
+        if not isinstance(found, HookedModule):
+            return found
+        if context_length is not None and LENGTH in found.assumed:
+            found = found.at_length(context_length)
+        task = found.task
         words = {f"task.{n}": w for n, w in task.fields_in_words.items() if n in task.assumed}
         if words:
             from mechinterp.report.grounds import in_words
 
             title = f"{path}: hooked with these settings; what is assumed may be wrong"
             complain_in_rows(title, {"assumed": in_words(words, full=self.verbose)})
-        return module
+        return found
 
     def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
         """Checkpoint at a path, or run of the files of several steps; assumptions are printed to

@@ -1,17 +1,28 @@
-"""Modules of the user's own code as models of the commands: my_module:model."""
+"""Modules and functions of the user's own code as models of the commands: my_module:model."""
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from traceback import extract_tb
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.icl.prompts import Prompts
+    from mechinterp.models.run.predictor import Learner
 
 TAKEN = ("task", "n_heads")
 """Settings of files that commands take for a module, too."""
+OF_FUNCTIONS = ("response", "name-algorithm", "compare-learners", "error-curve")
+"""Commands that take a function of prompts."""
 
 
 def is_own_model(path: Path) -> bool:
@@ -31,21 +42,40 @@ def require_file(path: Path, command: str) -> None:
         )
 
 
-def own_model(named: str, hints: "Hints", device: str) -> "HookedModule":
-    """The module `my_module:model` with hooks, under this name.
+def require_model(
+    path: Path, source: "Checkpoint | HookedModule | Learner"
+) -> "Checkpoint | HookedModule":
+    """The source, if it is a model and not a function of prompts.
+
+    Raises:
+        ValueError: If the source is a function.
+    """
+    from mechinterp.models.run.predictor import is_learner
+
+    if is_learner(source):
+        raise ValueError(
+            f"{path}: takes an argument and so is a function of prompts, without heads, for {', '.join(OF_FUNCTIONS)}; "
+            "a function that makes a module takes none."
+        )
+    return cast("Checkpoint | HookedModule", source)
+
+
+def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learner":
+    """The module `my_module:model` with hooks, under this name; or a function of prompts as it is.
 
     Args:
         hints: Settings that the options state; of these a module takes its task and number of heads.
         device: Where a module runs that is not hooked yet.
     Raises:
-        ValueError: If there is no such name, it is neither a module nor a function that makes one, or an option does not
-            suit a module.
+        ValueError: If there is no such name; it is neither a module, nor a function that makes one or that predicts for
+            prompts; or an option does not suit it.
     """
     from torch import nn
 
     from mechinterp.analysis.registry import own_object
     from mechinterp.checkpoints.io.files import one_line
     from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+    from mechinterp.models.run.predictor import is_learner
 
     for name in hints.given:
         if name not in TAKEN:
@@ -54,7 +84,12 @@ def own_model(named: str, hints: "Hints", device: str) -> "HookedModule":
                 "model = hook_module(module, read=...) in the file."
             )
     made = own_object(named)
-    rule = f"{named}: must be a torch.nn.Module, a hooked module or a function that makes one without arguments"
+    if is_learner(made) and _n_required(made) == 1:
+        return _named_in_errors(made, named)
+    rule = (
+        f"{named}: must be a torch.nn.Module, a hooked module, a function that makes one without arguments, "
+        "or a function of prompts"
+    )
     if callable(made) and not isinstance(made, nn.Module | HookedModule):
         try:
             made = made()
@@ -71,3 +106,32 @@ def own_model(named: str, hints: "Hints", device: str) -> "HookedModule":
             f"{named}: is hooked already, with its own settings, got {', '.join(hints.given)}: state them in hook_module."
         )
     return replace(made, name=named)
+
+
+class OwnFunctionError(ValueError, RuntimeError):
+    """Error of a user's function in one line; analyses catch a RuntimeError where a dtype or gradients are tried."""
+
+
+def _named_in_errors(function: "Learner", named: str) -> "Learner":
+    """The function, whose errors are one line with their place."""
+    from mechinterp.checkpoints.io.files import one_line
+
+    @wraps(function)
+    def run(prompts: "Prompts") -> "Tensor":
+        try:
+            return function(prompts)
+        except Exception as error:
+            *_, last = extract_tb(error.__traceback__)
+            place = f"{Path(last.filename).name}, line {last.lineno}"
+            raise OwnFunctionError(
+                f"{named}: ended in {type(error).__name__}: {one_line(error).removesuffix('.')} ({place})."
+            ) from None
+
+    return run
+
+
+def _n_required(function: Callable[..., object]) -> int:
+    """Number of arguments without a default."""
+    parameters = signature(function).parameters.values()
+    named = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return sum(each.default is Parameter.empty and each.kind in named for each in parameters)

@@ -115,8 +115,9 @@ def sweep(
     from mechinterp.checkpoints.native.tables import write_own_table
     from mechinterp.report.bars import progress_bar
     from mechinterp.training import shards
+    from mechinterp.training.run_folder import RESULTS
     from mechinterp.training.sweep_file import load_sweep
-    from mechinterp.training.train import RESULTS, require_no_divergence, train_models
+    from mechinterp.training.train import require_no_divergence, train_models
 
     if merge is not None:
         if (given := file or out or shard) is not None:

@@ -78,14 +78,7 @@ def fit_algorithm(
     if n_starts < 1:
         raise ValueError(f"n_starts must be >= 1, got {n_starts}.")
     wanted = target.detach().to(moments.S)
-    shape = tuple(moments.prompts.y_query.shape)
-    if tuple(wanted.shape) not in (shape, (n_layers, *shape)):
-        raise ValueError(
-            f"target must have shape {list(shape)} or {[n_layers, *shape]}, "
-            f"got {list(wanted.shape)}."
-        )
-    if not wanted.isfinite().all():
-        raise ValueError("target must be finite, got a prediction that is not.")
+    _require_predictions(wanted, tuple(moments.prompts.y_query.shape), n_layers)
 
     def difference(scalars: Tensor) -> Tensor:
         predictions = algorithm.predictions(moments, scalars, n_layers)
@@ -107,6 +100,17 @@ def fit_algorithm(
         error, scalars = fit if fit[0] < (1 - CLEARLY) * error else (error, scalars)
     names = algorithm.names(n_layers)
     return AlgorithmFit(algorithm.name, n_layers, names, scalars.numpy(), error)
+
+
+def _require_predictions(target: Tensor, shape: tuple[int, ...], n_layers: int) -> None:
+    """Refuse a target that is not a finite prediction of this shape, or one for every layer."""
+    if tuple(target.shape) not in (shape, (n_layers, *shape)):
+        raise ValueError(
+            f"target must have shape {list(shape)} or {[n_layers, *shape]}, "
+            f"got {list(target.shape)}."
+        )
+    if not target.isfinite().all():
+        raise ValueError("target must be finite, got a prediction that is not.")
 
 
 @torch.inference_mode(False)

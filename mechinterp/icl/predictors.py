@@ -1,17 +1,15 @@
-"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, the Kalman filter, a
-hidden noise level, and the task of given prompts."""
+"""Closed-form predictors: ridge regression, dMMSE on a pool of tasks, the Kalman filter, and a
+hidden noise level."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.config import CovarianceConfig, TaskConfig
+from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK_BYTES, chunks
 
@@ -19,8 +17,6 @@ POOL_BYTES = 2**26
 """Upper bound on the residuals (prompts by tasks) that are in memory at once, in bytes."""
 _ROUNDING = 64
 """Tolerance for tasks that fit best without noise, in units of the prompts' rounding error."""
-PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
-"""Ridge penalties among which the best one is chosen."""
 
 
 def zero_prediction(prompts: Prompts) -> Float[Tensor, "batch d_y"]:
@@ -389,83 +385,3 @@ def _best_fit(prompts: Prompts, pool: Tensor, tolerance: float) -> Float[Tensor,
         fits = (_squares(prompts, part).sqrt() <= bound).to(pool.dtype)
         total, weighted = total + fits.sum(-1, keepdim=True), weighted + fits @ part.flatten(1)
     return (weighted / total).unflatten(-1, pool.shape[1:])  # type: ignore[union-attr]
-
-
-class PromptsTask(TaskConfig):
-    """Task of given prompts: `evaluation_prompts` returns these prompts, and an unknown law gives no further ones.
-
-    Without a law, the covariance is the second moment of all x, and noise_var / beta_var is the best ridge penalty on
-    these prompts.
-    """
-
-    prompts: Prompts
-    law: TaskConfig | None
-    """Task from which the prompts were drawn; None if unknown."""
-
-    @classmethod
-    def of(cls, prompts: Prompts, law: TaskConfig | None = None) -> "PromptsTask":
-        """Task of given prompts.
-
-        Raises:
-            ValueError: If d_x or d_y differ between law and prompts.
-        """
-        length, d_x, d_y = *prompts.x.shape[1:], prompts.y.shape[2]
-        sizes = {"d_x": d_x, "d_y": d_y}
-        for name, size in sizes.items():
-            if law is not None and getattr(law, name) != size:
-                rule = f"must be that of the prompts, {size}"
-                raise ValueError(f"task.{name} {rule}, got {getattr(law, name)}.")
-        own = _estimated(prompts) if law is None else vars(law)
-        own = {each.name: own[each.name] for each in fields(cls) if each.name in own}
-        task = cls(**{**own, **sizes, "context_length": length})
-        for name, value in (("prompts", prompts), ("law", law)):
-            object.__setattr__(task, name, value)
-        if law is not None:
-            object.__setattr__(task, "_given", law.given | {"context_length"})
-        return task
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PromptsTask) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def pool(self) -> Tensor:
-        """Pool of the law, [task, d_x, d_y]."""
-        return super().pool() if self.law is None else self.law.pool()
-
-    @property
-    def _key(self) -> tuple[int, TaskConfig | None]:
-        return id(self.prompts), self.law
-
-    @property
-    def fields_in_words(self) -> dict[str, str]:
-        """Known facts about the prompts by name, in words."""
-        if self.law is not None:
-            return {**super().fields_in_words, "prompts": f"{len(self.prompts)} given"}
-        sizes = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
-        return {**sizes, "prompts": f"{len(self.prompts)} given, their law is not known"}
-
-
-def no_law(task: TaskConfig) -> bool:
-    """True for the task of given prompts with an unknown law."""
-    return isinstance(task, PromptsTask) and task.law is None
-
-
-def _estimated(prompts: Prompts) -> dict[str, Any]:
-    """Covariance, beta_var and noise_var estimated from given prompts."""
-    prompts = prompts.to(torch.float64)
-    x = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1).flatten(0, 1)
-    moment = (x.mT @ x / len(x)).numpy(force=True)
-    floor = 1e-6 * max(float(np.trace(moment)), 1e-30)
-    matrix = (moment + moment.T) / 2 + floor * np.eye(len(moment))
-    beta_var = max(float(prompts.y.square().mean()) / float(np.trace(matrix)), 1e-30)
-    covariance = CovarianceConfig(kind="matrix", matrix=tuple(map(tuple, matrix.tolist())))
-    noise_var = _best_penalty(prompts) * beta_var
-    return {"covariance": covariance, "beta_var": beta_var, "noise_var": noise_var}
-
-
-def _best_penalty(prompts: Prompts) -> float:
-    """Penalty of ridge regression with the smallest loss on these prompts."""
-    errors = ridge_path(prompts, PENALTIES) - prompts.y_query
-    return float(PENALTIES[int(errors.square().mean((1, 2)).argmin())])

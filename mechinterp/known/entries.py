@@ -33,7 +33,7 @@ from mechinterp.known.truth import TRUTH_NAMES, Known, Truth, truth_from
 from mechinterp.known.variables import Variable
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.theory.linear import Heads
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 
 __all__ = ["Entry", "Known", "LinearHeads", "Suite", "Truth", "edge_place", "suite"]
 FOLDER = Path(__file__).parent / "suite_1"

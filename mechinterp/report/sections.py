@@ -17,7 +17,7 @@ from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
-from mechinterp.models.hooked.runner import NoStreamError
+from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import least_number, require_number, require_prompts
 from mechinterp.report.to_html import Section
 

@@ -2,13 +2,15 @@
 
 import json
 import math
-from typing import TYPE_CHECKING
+from inspect import isroutine
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.native.folder import Outline
     from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.models.run.predictor import Learner
 
 SURE_GROUNDS = ("proven", "stated", "known")
 """Grounds of the settings that are not assumed; JSON documents show those of external files."""
@@ -16,15 +18,19 @@ SCHEMA_VERSION = 3
 """Version 2 adds to version 1 the layer_rise of ablate and every table that `analyse` prints."""
 
 
-def to_json(name: str, model: "Checkpoint | HookedModule", result: "Finding") -> dict:
+def to_json(name: str, model: "Checkpoint | HookedModule | Learner", result: "Finding") -> dict:
     """Document with the result of an analysis of a model."""
     from mechinterp.analysis.result import fields_of  # loads plotly, which `info` needs not
 
     return {**header(model), "analysis": name, **fields_of(name, result)}
 
 
-def header(model: "Checkpoint | HookedModule | Outline") -> dict:
-    """Common first fields of every document about a model."""
+def header(model: "Checkpoint | HookedModule | Outline | Learner") -> dict:
+    """Common first fields of every document about a model, or a function of prompts."""
+    if isroutine(model):
+        path = f"{model.__module__}:{model.__name__}"
+        return {"schema_version": SCHEMA_VERSION, "path": path, "format": "function"}
+    model = cast("Checkpoint | HookedModule | Outline", model)
     task, identity = model.task, model.identity
     number = {"task.beta_var": task.beta_variance} if "task.beta_var" in model.assumed else {}
     return {

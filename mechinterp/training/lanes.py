@@ -23,8 +23,8 @@ from numba.extending import intrinsic, lower_builtin, lower_cast, models, regist
 from torch import Tensor
 
 from mechinterp.config import SCORES
+from mechinterp.training.batches import LANES
 
-LANES = 32
 _CLOSE = 1e-3
 """Largest difference between the compiled step and the tensor operations, relative to the largest entry."""
 

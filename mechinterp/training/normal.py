@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mechinterp.training.lanes import compiled
 
-WORDS = 624
+STATE_WORDS = 624
 """Words of a state of the Mersenne Twister."""
 GROUP = 16
 """Numbers that torch transforms together: the first half are radii, the second half angles."""
@@ -68,7 +68,7 @@ def _has_the_bits_of_torch() -> bool:
     """True if numbers and the state after them are the same as torch's on a trial."""
     ours, torchs = (torch.Generator(device="cpu").manual_seed(0) for _ in range(2))
     expected = torch.empty(_TRIAL, dtype=torch.float32, device="cpu").normal_(generator=torchs)
-    if len(ours.get_state()) < 4 * (_FIRST_WORD + 2 * WORDS):
+    if len(ours.get_state()) < 4 * (_FIRST_WORD + 2 * STATE_WORDS):
         return False
     same = torch.equal(_compiled_numbers(_TRIAL, ours), expected)
     return same and torch.equal(ours.get_state(), torchs.get_state())
@@ -190,14 +190,14 @@ def twisted(word, following):
 def renew(state):
     """Next state of the Mersenne Twister, in place."""
     # In pieces that read no word they write, so that many words are made at once.
-    rest = WORDS - _MIDDLE
+    rest = STATE_WORDS - _MIDDLE
     for k in range(rest):
         state[k] = state[k + _MIDDLE] ^ twisted(state[k], state[k + 1])
     for k in range(rest, 2 * rest):
         state[k] = state[k - rest] ^ twisted(state[k], state[k + 1])
-    for k in range(2 * rest, WORDS - 1):
+    for k in range(2 * rest, STATE_WORDS - 1):
         state[k] = state[k - rest] ^ twisted(state[k], state[k + 1])
-    state[WORDS - 1] = state[_MIDDLE - 1] ^ twisted(state[WORDS - 1], state[0])
+    state[STATE_WORDS - 1] = state[_MIDDLE - 1] ^ twisted(state[STATE_WORDS - 1], state[0])
 
 
 @compiled(exact=True)
@@ -217,10 +217,10 @@ def fill_uniform(numbers, state, at):
     """Fill with uniform numbers from word `at` of the state on; returns the next word."""
     done = 0
     while done < numbers.size:
-        if at == WORDS:
+        if at == STATE_WORDS:
             renew(state)
             at = 0
-        n = min(WORDS - at, numbers.size - done)
+        n = min(STATE_WORDS - at, numbers.size - done)
         set_uniform(state[at : at + n], numbers[done : done + n])
         at, done = at + n, done + n
     return at
@@ -229,9 +229,9 @@ def fill_uniform(numbers, state, at):
 @compiled(types.void(types.float32[::1], types.uint32[::1]), exact=True)
 def fill_normal(numbers, generator):
     """Fill with normal numbers from a state of torch's generator, which is renewed; at least one group."""
-    state = generator[_FIRST_WORD : _FIRST_WORD + 2 * WORDS : 2].copy()
+    state = generator[_FIRST_WORD : _FIRST_WORD + 2 * STATE_WORDS : 2].copy()
     # A fresh generator has one word left and next word 0; it is renewed before the first number.
-    at = WORDS if generator[_LEFT] == 1 else np.int64(generator[_NEXT])
+    at = STATE_WORDS if generator[_LEFT] == 1 else np.int64(generator[_NEXT])
     at = fill_uniform(numbers, state, at)
     transform_groups(numbers)
     if numbers.size % GROUP:
@@ -239,6 +239,6 @@ def fill_normal(numbers, generator):
         last = numbers[numbers.size - GROUP :]
         at = fill_uniform(last, state, at)
         transform_groups(last)
-    for k in range(WORDS):
+    for k in range(STATE_WORDS):
         generator[_FIRST_WORD + 2 * k] = state[k]
-    generator[_LEFT], generator[_NEXT] = np.uint32(WORDS + 1 - at), np.uint32(at)
+    generator[_LEFT], generator[_NEXT] = np.uint32(STATE_WORDS + 1 - at), np.uint32(at)

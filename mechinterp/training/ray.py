@@ -17,7 +17,8 @@ import torch
 
 from mechinterp.checkpoints.io.files import CheckpointError, one_line
 from mechinterp.training.run import OnLog, Progress
-from mechinterp.training.train import Jobs, Models, TrainingSummary, train_job
+from mechinterp.training.run_folder import Models
+from mechinterp.training.train import Jobs, TrainingSummary, train_job
 
 # Ray replaces these names by the machine's own network address, but not other loopback addresses.
 REPLACED = ("localhost", "127.0.0.1", "::1")

@@ -1,183 +1,31 @@
-"""Training runs: weights as one flat tensor with Adam's moments, resumable from one file.
+"""Training runs: weights as one flat tensor with Adam's moments, resumable from one file (`training.state`).
 
-The file contains weights, moments, the rows logged so far and the snapshots, and is written atomically. A run that was
-killed and resumed ends with the same bits as an uninterrupted run. Large batches are drawn and used chunk by chunk; the
-chunk size follows from the task alone, so that results do not depend on the machine.
+A run that was killed and resumed ends with the same bits as an uninterrupted run.
 """
 
-import hashlib
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mechinterp.checkpoints.checkpoint import fill_with_tensors, save
-from mechinterp.checkpoints.io.files import CheckpointError, one_line, size_of, write_atomically
-from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, from_dict
-from mechinterp.icl.prompts import Numbers, Prompts, draw_prompts, generator_for
+from mechinterp.config import ExperimentConfig, TaskConfig
+from mechinterp.icl.prompts import Numbers, Prompts, generator_for
 from mechinterp.interrupts import uninterrupted
-from mechinterp.memory import prompt_bytes
 from mechinterp.models.weights import Weights
-
-_FAULTS = (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, MemoryError)
-ORDER = "stacked"
-"""Order of weights in a flat tensor: tensor by tensor, each with all layers."""
+from mechinterp.training.batches import batch_chunks, narrowed
+from mechinterp.training.state import read_state, resumable, stored_origin, with_prefix, write_state
+from mechinterp.training.trained import TrainedModel, history_of
 
 SAVE_SECONDS = 30.0
 """Seconds between two writes of the state file."""
 ROUNDED_UP_TO = 64
-BATCH_CHUNK_BYTES = 2**24
-"""Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
 _LOSSES = ("loss", "eval_loss")
 """First parts of the names of the history's losses; each has one number per model."""
-
-
-def write_state(
-    file: Path,
-    models: Mapping[str, ExperimentConfig],
-    step: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    origin: Mapping[str, object] | None = None,
-) -> None:
-    """Write the state of a run to a file.
-
-    Args:
-        models: Configs by name.
-        tensors: "flat", "moment.NAME", "row.COLUMN" and "snapshot.STEP".
-        origin: The checkpoint that the run started from; None or empty: random weights.
-    Raises:
-        CheckpointError: If the file cannot be written; an earlier state is kept.
-    """
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    documents = json.dumps({name: asdict(config) for name, config in models.items()})
-    metadata = {"step": str(step), "models": documents, "order": ORDER}
-    if origin:
-        metadata["origin"] = json.dumps(dict(origin))
-    metadata["checksum"] = _checksum(metadata, own)
-    try:
-        write_atomically(file, partial(fill_with_tensors, tensors=own, metadata=metadata))
-    except (OSError, SafetensorError) as error:
-        kept = "; the state saved before it is kept" if file.exists() else ""
-        raise CheckpointError(
-            f"{file}: cannot be written at step {step} ({one_line(error)}){kept}."
-        ) from None
-
-
-def read_state(file: Path) -> tuple[dict[str, ExperimentConfig], int, dict[str, Tensor]]:
-    """Configs, step and tensors in a state file, as `write_state` got them; on the CPU.
-
-    Raises:
-        CheckpointError: If the file is truncated or was not written by `write_state`.
-    """
-    with _opened(file) as stored:
-        metadata = stored.metadata()
-        # safe_open's result has keys() but is not iterable.
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        if metadata["checksum"] != _checksum(metadata, tensors):
-            raise ValueError("its checksum is not that of what it holds")
-        if metadata["order"] != ORDER:
-            raise ValueError(f"the order of its weights must be {ORDER!r}")
-        models, step = _models(metadata), int(metadata["step"])
-        _require_range(next(iter(models.values())).train, step, tensors)
-        return models, step, tensors
-
-
-def stored_models(file: Path) -> dict[str, ExperimentConfig]:
-    """Configs of the models in a state file, read without the tensors.
-
-    Raises:
-        CheckpointError: If the file is truncated or was not written by `write_state`.
-    """
-    with _opened(file) as stored:
-        return _models(stored.metadata())
-
-
-def stored_origin(file: Path) -> dict[str, object]:
-    """The checkpoint that the run in a state file started from; empty: random weights.
-
-    Raises:
-        CheckpointError: If the file is truncated or was not written by `write_state`.
-    """
-    with _opened(file) as stored:
-        return dict(json.loads(stored.metadata().get("origin", "{}")))
-
-
-@contextmanager
-def resumable(file: Path) -> Iterator[None]:
-    """Context that turns any failure with a state file into a one-line error.
-
-    Raises:
-        CheckpointError: If the state in the file cannot be resumed.
-    """
-    try:
-        yield
-    except _FAULTS as error:
-        reason = one_line(error) if file.exists() else "does not exist"
-        raise CheckpointError(
-            f"{file}: not a training state that can be resumed ({reason}). Delete it, and its models begin anew "
-            "with --resume."
-        ) from None
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
-    if file.exists():
-        size_of(file)  # raises for a pipe, which would block
-    with resumable(file), torch.device("cpu"), safe_open(file, framework="pt") as stored:
-        yield stored
-
-
-def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the step, the configs, the origin if there is one, and all tensors of a state."""
-    stated = [metadata[name] for name in ("step", "models", "origin") if name in metadata]
-    digest = hashlib.sha256(json.dumps(stated).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _require_range(train: TrainConfig, step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse steps outside the run, and tensors whose sizes do not fit together."""
-    if not 0 <= step <= train.steps:
-        raise ValueError(f"step must lie in 0 to {train.steps}, got {step}")
-    rows = with_prefix(tensors, "row.")
-    steps = rows["step"].tolist()
-    logged = range(0, step, train.log_every)
-    if steps != [*logged[: len(steps)], step]:
-        raise ValueError(f"rows must be those of the steps up to {step}")
-    for name, row in rows.items():
-        if len(row) != len(steps):
-            raise ValueError(f"rows of {name} must be {len(steps)}, got {len(row)}")
-    for at, flat in with_prefix(tensors, "snapshot.").items():
-        if int(at) > step or int(at) not in train.snapshot_steps:
-            raise ValueError(f"a snapshot must be of a step of the run, got {at}")
-        if flat.shape != tensors["flat"].shape:
-            raise ValueError(f"snapshot {at} must have the shape of the weights")
-
-
-def _models(metadata: Mapping[str, str]) -> dict[str, ExperimentConfig]:
-    documents = json.loads(metadata["models"])
-    if not isinstance(documents, dict) or not documents:
-        raise ValueError("models must be a JSON object that is not empty")
-    return {name: from_dict(document) for name, document in documents.items()}
-
-
-def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Tensors whose names begin with a prefix, by the rest of the name."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 Batch = tuple[Prompts, ...]
@@ -220,36 +68,6 @@ class Progress:
 
 OnLog = Callable[[Progress], None]
 """Function that is called with the progress at every logged step."""
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedModel:
-    """A trained model, ready to be saved as a checkpoint."""
-
-    config: ExperimentConfig
-    weights: Weights
-    step: int
-    history: pd.DataFrame
-    snapshots: dict[int, Weights]
-    origin: Mapping[str, object] = field(default_factory=dict)
-    """The checkpoint that the training started from; empty: random weights."""
-
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint, beside other files of its run.
-
-        Raises:
-            CheckpointError: If a file with the same name exists, or the folder cannot be written.
-        """
-        save(
-            folder,
-            self.config,
-            self.weights,
-            step=self.step,
-            history=self.history,
-            snapshots=self.snapshots,
-            origin=self.origin,
-            shared=True,
-        )
 
 
 class TrainingRun(ABC, Generic[Trained]):
@@ -575,78 +393,6 @@ def train_run(
             run.save(file)
             saved = time.monotonic()
     return time.monotonic() - start
-
-
-def history_of(
-    steps: Tensor, losses: Mapping[str, Tensor], measured: Mapping[str, Tensor]
-) -> pd.DataFrame:
-    """One row per logged step, layer (if it is an axis) and head.
-
-    Args:
-        losses: One number per step, by name.
-        measured: Arrays [step, head] or [step, layer, head], by name.
-    """
-    row, *axes = (each.ravel() for each in np.indices(next(iter(measured.values())).shape))
-    columns = {"step": steps.numpy()[row]}
-    columns |= dict(zip(("layer", "head")[-len(axes) :], axes, strict=True))
-    columns |= {name: values.numpy()[row] for name, values in losses.items()}
-    columns |= {name: values.flatten().numpy() for name, values in measured.items()}
-    return pd.DataFrame(columns)
-
-
-def batch_chunks(
-    task: TaskConfig,
-    n_prompts: int,
-    *,
-    generator: torch.Generator,
-    context_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    numbers: Numbers | None = None,
-) -> Iterator[Prompts]:
-    """Fresh prompts of a batch, in chunks of at most CHUNK_BYTES.
-
-    Args:
-        context_length: Pairs per prompt; None: the task's own.
-        numbers: Function that draws standard normal numbers; None: torch.
-    Example:
-        >>> from mechinterp.icl.prompts import generator_for
-        >>> [len(c) for c in batch_chunks(TaskConfig(), 20_000, generator=generator_for(0, "train", 0))]
-        [16710, 3290]
-    """
-    size = largest_chunk(task)
-    for start in range(0, n_prompts, size):
-        n = min(size, n_prompts - start)
-        yield draw_prompts(
-            *(task, n),
-            generator=generator,
-            context_length=context_length,
-            dtype=dtype,
-            numbers=numbers,
-        )
-
-
-def largest_chunk(task: TaskConfig) -> int:
-    """Largest number of prompts of a batch that are drawn at once."""
-    return max(1, BATCH_CHUNK_BYTES // prompt_bytes(task))
-
-
-def narrowed(prompts: Prompts, d_x: int) -> Prompts:
-    """Prompts whose coordinates of x beyond the first `d_x` are 0, and whose y no longer depends on them.
-
-    Example:
-        >>> from mechinterp.icl.prompts import generator_for
-        >>> prompts = draw_prompts(TaskConfig(noise_var=0.0), 4, generator=generator_for(0, "train", 0))
-        >>> narrow = narrowed(prompts, 2)
-        >>> torch.allclose(narrow.y, prompts.x[..., :2] @ prompts.beta[:, :2], atol=1e-6)
-        True
-    """
-    beta = prompts.task_vectors("A curriculum")[:, d_x:]
-    gone = prompts.x[..., d_x:] @ beta
-    at_query = (prompts.x_query[:, None, d_x:] @ beta)[:, 0]
-    x, x_query = prompts.x.clone(), prompts.x_query.clone()
-    x[..., d_x:], x_query[..., d_x:] = 0, 0
-    changed = {name: getattr(prompts, name) - at_query for name in ("y_query", "y_query_clean")}
-    return replace(prompts, x=x, y=prompts.y - gone, x_query=x_query, **changed)
 
 
 def uniform(generator: torch.Generator, fan_in: int, *shape: int) -> Tensor:

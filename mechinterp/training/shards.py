@@ -14,7 +14,7 @@ from mechinterp.checkpoints.io.files import CheckpointError, read_json, write_ne
 from mechinterp.checkpoints.io.locks import locked
 from mechinterp.config import ExperimentConfig, from_dict
 from mechinterp.training.one_layer.step import packs
-from mechinterp.training.train import LOCK, RESULTS, is_finished
+from mechinterp.training.run_folder import LOCK, RESULTS, is_finished
 
 PLAN = "shards.json"
 """File of a sharded sweep with its number of shards and its models."""

@@ -6,11 +6,8 @@ Only one process at a time may train there. A job trains the models of one pack,
 It can be started again at any time, in any process that can access the run folder.
 """
 
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan
@@ -18,32 +15,33 @@ from pathlib import Path
 
 import torch
 
-from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load, require_fit
+from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
 from mechinterp.checkpoints.io.files import CheckpointError, delete_leftovers
-from mechinterp.checkpoints.io.locks import entries, locked, require_free, settle
+from mechinterp.checkpoints.io.locks import locked
 from mechinterp.checkpoints.native.document import named_config, read_document
-from mechinterp.checkpoints.native.folder import FILES, document_file, read_history
-from mechinterp.checkpoints.native.tables import require_own_table
-from mechinterp.config import ExperimentConfig, differences
+from mechinterp.checkpoints.native.folder import document_file
+from mechinterp.checkpoints.native.tensors import require_fit
+from mechinterp.config import ExperimentConfig
 from mechinterp.memory import peak_memory, require_memory
 from mechinterp.models.weights import Weights
 from mechinterp.training.general.trainer import DeepRun
-from mechinterp.training.linear import moments_bytes, train_linear
-from mechinterp.training.one_layer.step import Pack, pack_bytes, packs, shares_a_pack
-from mechinterp.training.run import (
-    OnLog,
-    Progress,
-    TrainingRun,
-    stored_models,
-    stored_origin,
-    train_run,
+from mechinterp.training.linear_models import moments_bytes, train_linear
+from mechinterp.training.one_layer.step import Pack, pack_bytes, shares_a_pack
+from mechinterp.training.run import OnLog, Progress, TrainingRun, train_run
+from mechinterp.training.run_folder import (
+    LOCK,
+    Models,
+    delete_free_locks,
+    final_loss,
+    is_finished,
+    is_of_run,
+    pack_jobs,
+    require_free_run,
+    require_resumable,
+    require_same,
 )
+from mechinterp.training.state import stored_origin
 
-LOCK = ".lock"
-RESULTS = "results.parquet"
-"""Name of a sweep's table in the run folder, written by `analysis.results`."""
-STATE_NAME = re.compile(r"training-[0-9]{1,9}\.safetensors")
-LOCK_NAME = re.compile(r"\.training-[0-9]{1,9}\.lock")
 FIRST_USE_BYTES = 96_000_000
 """Memory that libraries allocate on their first call, in bytes."""
 
@@ -65,8 +63,6 @@ class TrainingSummary:
     without logged steps)."""
 
 
-Models = Mapping[str, ExperimentConfig]
-"""Configs by name of the model."""
 Jobs = Mapping[Path, Models]
 """Models to train together, by the file with their training state."""
 Engine = Callable[[Jobs, OnLog | None], Iterator[TrainingSummary]]
@@ -211,10 +207,10 @@ def train_models(
     with locked(run_folder / LOCK):
         delete_free_locks(run_folder)
         if resume:
-            _require_resumable(models, run_folder)
+            require_resumable(models, run_folder)
         else:
-            _require_free(models, run_folder)
-        delete_leftovers(run_folder, _is_of_run)
+            require_free_run(models, run_folder)
+        delete_leftovers(run_folder, is_of_run)
         for name, config in models.items():
             if is_finished(run_folder / name):
                 _, trained = read_document(document_file(run_folder / name))
@@ -225,7 +221,7 @@ def train_models(
             steps, seconds = steps + pack.steps, seconds + pack.seconds
             diverged |= pack.diverged
         checkpoints = tuple(run_folder / name for name in models if name not in diverged)
-        losses = [_final_loss(folder) for folder in checkpoints]
+        losses = [final_loss(folder) for folder in checkpoints]
     loss = sum(losses) / len(losses) if losses else float("nan")
     return TrainingSummary(checkpoints, steps, seconds, loss, diverged)
 
@@ -314,105 +310,6 @@ def require_no_divergence(models: Models, run_folder: Path, summary: TrainingSum
         f"{run_folder}: weights must stay finite, those of {', '.join(lost)} did not; the other models are "
         "saved. Try a smaller step size with --resume."
     )
-
-
-def _require_free(models: Models, run_folder: Path) -> None:
-    table = run_folder / RESULTS
-    states = [*state_files(run_folder), *([table] if os.path.lexists(table) else [])]
-    targets = [run_folder / name for name in models]
-    occupied = states or [target for target in targets if _is_occupied(target)]
-    if occupied:
-        raise CheckpointError(
-            f"{occupied[0]}: already exists and is not overwritten; choose another --out, or --resume."
-        )
-
-
-def _require_resumable(models: Models, run_folder: Path) -> None:
-    """Refuse to overwrite files that are not from this run; half-written checkpoints are deleted."""
-    require_own_table(run_folder / RESULTS)
-    started = {name for file in state_files(run_folder) for name in stored_models(file)}
-    for name in models:
-        target = run_folder / name
-        settle(target)
-        if is_finished(target):
-            continue
-        if name in started:
-            require_free(target, FILES)
-        elif _is_occupied(target):
-            others = [entry for entry in entries(target) if entry != LOCK]
-            reason = f"already holds {others[0]}, which is" if others else "is a file and"
-            raise CheckpointError(f"{target}: {reason} not of this run; it is not overwritten.")
-
-
-def _is_of_run(name: str) -> bool:
-    return name in (LOCK, RESULTS) or any(rule.fullmatch(name) for rule in (STATE_NAME, LOCK_NAME))
-
-
-def _is_occupied(target: Path) -> bool:
-    if not target.is_dir():
-        return os.path.lexists(target)
-    return any(entry != LOCK for entry in entries(target))
-
-
-def _final_loss(folder: Path) -> float:
-    document, config = read_document(document_file(folder))
-    history = read_history(folder, config, document["step"], document["files"])
-    return float("nan") if history is None else float(history["eval_loss"].iloc[-1])
-
-
-def pack_jobs(models: Models, run_folder: Path) -> dict[Path, Models]:
-    """All unfinished jobs: interrupted packs first, then new ones.
-
-    Raises:
-        CheckpointError: If a state file cannot be read, or contains a model or config that is not requested.
-    """
-    jobs: dict[Path, Models] = {file: stored_models(file) for file in state_files(run_folder)}
-    for file, stored in jobs.items():
-        for name, config in stored.items():
-            if name not in models:
-                raise CheckpointError(f"{file}: holds {name!r}, which is not part of this run.")
-            require_same(file, config, models[name])
-    started = {name for stored in jobs.values() for name in stored}
-    number = max((int(file.stem.partition("-")[2]) for file in jobs), default=-1) + 1
-    for pack in packs(models):
-        names = [n for n in pack if n not in started and not is_finished(run_folder / n)]
-        if left := {name: pack[name] for name in names}:
-            jobs[run_folder / f"training-{number}.safetensors"] = left
-            number += 1
-    return jobs
-
-
-def state_files(run_folder: Path) -> list[Path]:
-    """State files of interrupted packs."""
-    files = run_folder.glob("training-*.safetensors")
-    return sorted(file for file in files if STATE_NAME.fullmatch(file.name))
-
-
-def is_finished(folder: Path) -> bool:
-    """True if the model is saved."""
-    return (folder / "config.json").exists()
-
-
-def require_same(where: Path, there: ExperimentConfig, here: ExperimentConfig) -> None:
-    """Refuse to resume with a config that differs from the stored one.
-
-    Raises:
-        CheckpointError: If they differ; the message names the first differing field.
-    """
-    changed = differences(there, here)
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"{where}: cannot be resumed with another config: {name} is {old} there, {new} here."
-        )
-
-
-def delete_free_locks(run_folder: Path) -> None:
-    """Delete the lock files of packs whose process was killed."""
-    for file in run_folder.glob(".training-*.lock"):
-        if LOCK_NAME.fullmatch(file.name):
-            with suppress(CheckpointError), locked(file):
-                pass
 
 
 def _device(file: Path, config: ExperimentConfig, device: str) -> str:

@@ -229,7 +229,7 @@ def without_heads():
 
 REFUSED = {
     "crashes": ("mine_to_check:crashes", "KeyError", "no config"),
-    "needs": ("mine_to_check:needs", "without arguments", "size"),
+    "needs": ("mine_to_check:needs", "takes an argument"),
     "without_heads": ("mine_to_check:without_heads", "outputs", "compare_learners"),
 }
 """Names in the file, and words of their refusals."""

@@ -15,7 +15,7 @@ from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import MergedHeads, modes
-from mechinterp.training.linear import initial_heads, task_moments
+from mechinterp.training.linear_models import initial_heads, task_moments
 from tests.conftest import CHECKPOINTS, refused
 
 LAWS = {

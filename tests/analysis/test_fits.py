@@ -25,8 +25,8 @@ from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.load import load as load_any
 from mechinterp.checkpoints.plain_modules import hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, override
+from mechinterp.icl.given import PENALTIES
 from mechinterp.icl.predictors import (
-    PENALTIES,
     debiased_gd,
     dmmse,
     nadaraya_watson,

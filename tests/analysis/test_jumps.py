@@ -10,7 +10,8 @@ from mechinterp.config import override
 from mechinterp.presets import preset
 from mechinterp.theory.linear import modes
 from mechinterp.theory.linear_jumps import Jumps, growth_value, predicted_loss
-from mechinterp.training.linear import flow, initial_heads, task_moments, train_linear
+from mechinterp.training.linear import flow
+from mechinterp.training.linear_models import initial_heads, task_moments, train_linear
 from tests.conftest import CHECKPOINTS, refused
 
 CONFIG = preset("linear-separate")

@@ -14,13 +14,9 @@ from analyses.coefficients.sampler import heads_at, moments_of
 from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
 from mechinterp.analysis.training.cost_of_chains import Cost
-from mechinterp.analysis.training.local_losses import (
-    module_loss,
-    population_loss,
-    predictor_loss,
-    prompts_loss,
-)
+from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
 from mechinterp.analysis.training.minimum import FALL, fall_nearby, why_no_minimum
+from mechinterp.analysis.training.module_losses import module_loss, predictor_loss
 from mechinterp.analysis.training.sampler import (
     NBETA,
     Chains,
@@ -47,7 +43,8 @@ from mechinterp.theory.linear import (
     modes,
     separate_heads,
 )
-from mechinterp.training.linear import task_moments, unflatten
+from mechinterp.training.linear import unflatten
+from mechinterp.training.linear_models import task_moments
 from tests.conftest import CHECKPOINTS, refused
 from tests.test_doors import as_for_users
 

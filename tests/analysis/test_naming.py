@@ -46,7 +46,8 @@ from mechinterp.models.constructions.descent import (
     with_noise,
 )
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
-from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError
+from mechinterp.models.hooked.query_position import NoStreamError
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights, stacked

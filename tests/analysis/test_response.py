@@ -85,8 +85,8 @@ def test_descent_is_a_polynomial_of_its_own_degree(steps: int) -> None:
 
 def test_ridge_has_its_own_penalty_and_no_difference_from_bayes() -> None:
     found = response(partial(ridge, penalty=0.5), task=TASK, n_prompts=256)
-    assert found.scalar("c")[0] == pytest.approx(0.5 / 20, rel=1e-3)
-    assert found.scalar("c of Bayes")[0] == pytest.approx(TASK.posterior_penalty / 20, rel=1e-3)
+    assert found.scalar("c")[0] == pytest.approx(0.5 / 20, rel=1e-6)
+    assert found.scalar("c of Bayes")[0] == pytest.approx(TASK.posterior_penalty / 20, rel=1e-6)
     np.testing.assert_allclose(found.filter.phi, 1 / (found.filter.s + 0.025), rtol=1e-3)
     np.testing.assert_allclose(found.filter.bayes, found.filter.phi, rtol=1e-9)
     assert found.differences.difference.abs().max() < 1e-9
@@ -96,7 +96,7 @@ def test_ridge_has_its_own_penalty_and_no_difference_from_bayes() -> None:
 
 def test_another_penalty_than_bayes_is_a_difference_in_the_filter_alone() -> None:
     found = response(partial(ridge, penalty=5.0), task=TASK, n_prompts=512)
-    assert found.scalar("c")[0] == pytest.approx(0.25, rel=1e-3)
+    assert found.scalar("c")[0] == pytest.approx(0.25, rel=1e-6)
     s = found.filter.s
     expected = 1 / (s + 0.25) - 1 / (s + 0.025)
     rows = found.differences

@@ -58,6 +58,15 @@ def test_headline_names_least_squares_only_if_a_filter_describes_the_learner() -
         assert ("no known filter" in found.headline) == (not named)
 
 
+def test_a_learner_that_no_filter_describes_gets_no_form_of_a_filter() -> None:
+    """Half of the first y does not depend on x: every form leaves all of it."""
+    found = response(lambda prompts: prompts.y[:, 0] / 2, task=TASK, n_prompts=1024)
+    assert found.left["left"].min() > 0.9
+    assert found.headline == "no interaction, no known filter"
+    assert "descent" not in str(found)
+    assert "shrinks" not in str(found)
+
+
 def test_right_readings_of_trained_models_come_from_their_predictions() -> None:
     assert right_of(stepped([0.7]), TASK, 1) == {BATCH, STILL}
     assert right_of(stepped([0.7, 0.4]), TASK, 2) == {BATCH}

@@ -137,7 +137,7 @@ class R2:
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
     """R² of the last prediction and after each layer, learner by learner; in other settings the error of the fit is left
-    out (docs/trust.md)."""
+    out (docs/results/labels.md)."""
     frame = name_algorithm(source, **drawn).to_frame().set_index("learner")
     columns = [name for name in frame if re.fullmatch(r"(layer_\d+_)?r2", name)]
     return {
@@ -158,7 +158,7 @@ def drawn_coefficients(source: Checkpoint, *, seed: int, n_prompts: int) -> obje
 
 
 def drawn_on_prompts(source: Checkpoint, *, seed: int, n_prompts: int) -> object:
-    """At a minimum of the loss on prompts that stay the same: the error covers the chains alone (docs/trust.md)."""
+    """At a minimum of the loss on prompts that stay the same: the error covers the chains alone (docs/results/labels.md)."""
     prompts = draw_prompts(source.task, n_prompts, seed=0)
     return local_learning_coefficient(source, prompts, settle=True, chains=SHORT_CHAINS, seed=seed)
 
@@ -169,7 +169,7 @@ def ranking() -> pd.DataFrame:
 
 
 def circuits_of_one_ranking(source: Checkpoint, **drawn: int) -> object:
-    """The order of the edges stays the same: the error does not cover it (docs/trust.md)."""
+    """The order of the edges stays the same: the error does not cover it (docs/results/labels.md)."""
     return circuit_faithfulness(source, ranking(), sizes=[3, 9], **drawn)
 
 

@@ -213,7 +213,7 @@ def test_the_nearest_of_a_family_is_scaled_to_fit_and_ridge_is_not():
     np.testing.assert_allclose(alone.lead, [0, alone.r2[0] - alone.r2[1]])
 
 
-# How often an assumed task is doubted: prompts of the script behind the table in docs/trust.md.
+# How often an assumed task is doubted: prompts of the script behind the table in docs/results/labels.md.
 
 
 def test_prompts_are_changed_by_the_factors_and_by_nothing_else():

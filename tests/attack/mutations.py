@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mechinterp.training.run import _checksum
+from mechinterp.training.state import _checksum
 from tests.checkpoints.test_pickles import DEEP, DOUBLED, HOSTILE, in_state
 
 # Bytes.

@@ -27,8 +27,9 @@ from mechinterp.report.page import write_page
 from mechinterp.report.to_csv import write_table
 from mechinterp.report.to_html import Section
 from mechinterp.training.one_layer.step import Pack
-from mechinterp.training.run import read_state
-from mechinterp.training.train import RESULTS, pack_jobs, train_models
+from mechinterp.training.run_folder import RESULTS, pack_jobs
+from mechinterp.training.state import read_state
+from mechinterp.training.train import train_models
 from tests.attack.mutations import MUTATIONS
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import (

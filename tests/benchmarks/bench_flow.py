@@ -12,7 +12,8 @@ import pytest
 from analyses.lib.theory.linear_dynamics import learning_rate_time
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.theory.linear import SeparateHeads, modes, population_moments, separate_heads
-from mechinterp.training.linear import flow, training_set
+from mechinterp.training.linear import flow
+from mechinterp.training.linear_models import training_set
 
 EIGENVALUES, LENGTH, SEQUENCES = (0.4, 0.3, 0.2, 0.1), 31, 5000
 LEARNING_RATE, STEPS, ROUNDS = 0.02, 40, 3

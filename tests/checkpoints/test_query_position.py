@@ -22,7 +22,7 @@ from mechinterp import (
 )
 from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.hooked.runner import query_positions
+from mechinterp.models.hooked.query_position import query_positions
 from tests.checkpoints.test_hooked_modules import Split
 from tests.models.test_layered_models import garg
 

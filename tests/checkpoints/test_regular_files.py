@@ -11,7 +11,7 @@ import torch
 from mechinterp.checkpoints.io.files import read_json
 from mechinterp.checkpoints.io.tensor_files import SUFFIXES, read_arrays
 from mechinterp.checkpoints.load import convert
-from mechinterp.training.run import read_state, stored_models
+from mechinterp.training.state import read_state, stored_models
 from tests.checkpoints.files import assert_refused, hugging_face
 from tests.checkpoints.files import read as load
 from tests.checkpoints.foreign_files import random_heads, softmax_paper_state

@@ -18,7 +18,8 @@ from mechinterp.checkpoints.foreign.copies import copies_in
 from mechinterp.checkpoints.foreign.settings import settings_of, settled
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
-from mechinterp.models.run.general import Attend, predictions
+from mechinterp.models.run.attend import Attend
+from mechinterp.models.run.general import predictions
 from tests.checkpoints.files import assert_refused, loaded, read, saved
 from tests.checkpoints.foreign_files import LAYOUTS, random_heads, softmax_paper_state
 from tests.checkpoints.strangers import (

@@ -119,3 +119,23 @@ def test_a_projection_of_the_scores_or_of_the_values_is_none():
 
     with pytest.raises(ValueError, match="outputs must name"):
         hook_module(Scored(), task=TASK, heads=1)
+
+
+def test_a_matrix_of_queries_made_by_a_weight_is_none():
+    """Products with weights by head are products of batches, too."""
+
+    class ByHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Parameter(torch.randn(3, HEADS, WIDTH, 4))
+            self.leave = nn.Parameter(torch.randn(HEADS, 4, WIDTH))
+            self.turn = nn.Linear(4, 4)
+
+        def forward(self, stream: Tensor) -> Tensor:
+            q, k, v = torch.einsum("npd,thde->tnhpe", stream, self.enter)
+            z = (self.turn(q) @ k.transpose(-1, -2)).softmax(-1) @ v
+            return torch.einsum("nhpe,hed->npd", z, self.leave)
+
+    model = nn.Sequential(nn.Linear(4, WIDTH), ByHead(), ByHead())
+    with pytest.raises(ValueError, match="outputs must name"):
+        hook_module(model, task=TASK, heads=HEADS, read=lambda output: output[:, -1, -1:])

@@ -9,7 +9,9 @@ import pytest
 
 from mechinterp.analysis.check import check
 from mechinterp.analysis.registry import ANALYSES, own_object, run_analysis
+from mechinterp.analysis.result import fields_of
 from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.cli.own_model import OF_FUNCTIONS
 from mechinterp.report.to_json import dumps, to_json
 from tests.conftest import Run
 
@@ -25,6 +27,14 @@ def build():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 1))
+
+
+def half_of_the_first(prompts):
+    return prompts.y[:, 0] / 2
+
+
+def two(prompts, seed):
+    return prompts.y[:, 0]
 
 
 model = build()
@@ -69,6 +79,57 @@ def test_a_module_has_a_row_and_a_page(run: Run, mine: Path):
     assert NAMED in (mine / "page" / "index.html").read_text()
 
 
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_a_function_of_prompts_is_analysed_as_in_python(run: Run, mine: Path, name: str):
+    own = "module_of_mine:half_of_the_first"
+    stated = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    shown = run(name, own, *stated).done().document
+    assert (shown.pop("path"), shown.pop("format")) == (own, "function")
+    found = run_analysis(name, own_object(own), task=TASK, n_prompts=256)
+    assert shown == json.loads(
+        dumps({"schema_version": 3, "analysis": name, **fields_of(name, found)})
+    )
+
+
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_a_function_in_float32_gives_the_numbers_of_float64(run: Run, mine: Path, name: str):
+    lines = "import torch\nW = torch.eye(3)\ndef model(prompts):\n    w = (prompts.y * prompts.x).mean(1)\n"
+    (mine / "single_of_mine.py").write_text(
+        f"{lines}    return ((w @ W) * prompts.x_query).sum(1, keepdim=True)\n"
+    )
+    lines = lines.replace("torch.eye(3)", "torch.eye(3).double()").replace(
+        "prompts.y ", "prompts.y.double() "
+    )
+    (mine / "double_of_mine.py").write_text(
+        f"{lines}    return ((w @ W) * prompts.x_query).sum(1, keepdim=True)\n"
+    )
+    words = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    single, double = (
+        run(name, f"{each}_of_mine:model", *words).done().document for each in ("single", "double")
+    )
+    key = "rows" if "rows" in single else "identities"
+    assert len(single[key]) == len(double[key])
+    for one, other in zip(single[key], double[key], strict=True):
+        for column, value in one.items():
+            # The disagreement is a ratio of two numbers that are 0 for this learner.
+            if isinstance(value, float) and one.get("name") != "disagreement":
+                assert value == pytest.approx(other[column], rel=1e-2, abs=1e-5), (
+                    name,
+                    column,
+                    one,
+                )
+
+
+def test_a_length_of_the_command_is_that_of_a_function(run: Run, mine: Path):
+    own = "module_of_mine:half_of_the_first"
+    stated = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    shown = run("response", own, *stated, "--context-length", 9).done().document
+    found = run_analysis(
+        "response", own_object(own), task={**TASK, "context_length": 9}, n_prompts=256
+    )
+    assert shown["rows"] == json.loads(dumps(fields_of("response", found)))["rows"]
+
+
 def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
     err = run("error-curve", "module_of_mine:hooked", "--n-prompts", 16).done().err
     assert "task.noise_var = 0.1" in err
@@ -84,11 +145,38 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
         (("ablate", "module_of_mine:hooked", "--n-heads", 2), ("n_heads", "hooked already")),
         (("ablate", "module_of_mine:TASK"), ("dict",)),
         (("ablate", "module_of_mine:none"), ("'none'",)),
+        (("classify", "module_of_mine:half_of_the_first"), ("function of prompts", "response")),
+        (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
+        (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],
 )
 def test_what_a_module_cannot_be_asked_is_refused(run: Run, mine: Path, words, said):
     run(*words).assert_refused(*said)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def broken(:", ("SyntaxError", "line 1")),
+        ("\nraise RuntimeError('no\\nweights')", ("RuntimeError: no weights", "line 2")),
+        ("import sys; sys.exit(3)", ("SystemExit: 3",)),
+        ("import a_package_that_is_not_here", ("a_package_that_is_not_here",)),
+        ("import torch\nmodel = lambda prompts: prompts.x", ("[layer, 64, 1]", "[64, 6, 3]")),
+        ("import torch\nmodel = lambda prompts: prompts.y[:, 0, 0]", ("[64, 1]", "got [64]")),
+        ("model = lambda prompts: 'nothing'", ("[64, 1]", "got str")),
+        ("\nmodel = lambda prompts: prompts.z", ("AttributeError", "line 2")),
+        (
+            "import torch\nmodel = lambda prompts: prompts.x @ torch.eye(9)",
+            ("RuntimeError", "line 2"),
+        ),
+    ],
+)
+def test_a_broken_file_or_function_is_one_line(run: Run, mine: Path, source: str, said):
+    name = f"broken_{abs(hash(source))}"
+    (mine / f"{name}.py").write_text(source)
+    words = ("--task", "task.json", "--n-prompts", 64)
+    run("compare-learners", f"{name}:model", *words).assert_refused(f"{name}:model", *said)
 
 
 def test_a_file_with_a_colon_in_its_name_stays_a_file(run: Run, mine: Path):

@@ -23,10 +23,11 @@ from mechinterp.models.hooked.masks import mask_heads
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer import step as pack_module
 from mechinterp.training.one_layer.step import Pack
-from mechinterp.training.run import Batch, TrainingRun, batch_chunks
+from mechinterp.training.run import Batch, TrainingRun
 from tests.benchmarks import plain
 from tests.evidence import stamp
 from tests.gpu.machine import described, gpus, state

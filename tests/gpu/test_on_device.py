@@ -21,7 +21,7 @@ from mechinterp.config.task import CovarianceConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset
-from mechinterp.training import run as running
+from mechinterp.training import batches
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
 from mechinterp.training.one_layer.step import Pack, initial_weights, loss_and_gradients, membership
 from mechinterp.training.run import TrainingRun
@@ -120,7 +120,7 @@ def processors_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         own = torch.Generator().manual_seed(generator.initial_seed())
         return draw_prompts(task, n_prompts, generator=own, **asked).to(generator.device)
 
-    monkeypatch.setattr(running, "draw_prompts", drawn)
+    monkeypatch.setattr(batches, "draw_prompts", drawn)
 
 
 def trained(run: TrainingRun) -> Tensor:

@@ -27,7 +27,7 @@ from mechinterp.config import (
 from mechinterp.icl.predictors import kalman, ridge
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.presets import preset
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=4, context_length=20, drift=0.95)

@@ -10,7 +10,8 @@ from mechinterp import classify
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.config import CovarianceConfig, TaskConfig, as_task
-from mechinterp.icl.predictors import PENALTIES, PromptsTask, debiased_gd, no_law, ridge
+from mechinterp.icl.given import PENALTIES, PromptsTask, no_law
+from mechinterp.icl.predictors import debiased_gd, ridge
 from mechinterp.icl.prompts import Prompts, draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.run.evaluation import evaluation_prompts

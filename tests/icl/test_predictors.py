@@ -8,14 +8,8 @@ import torch
 
 from analyses.lib.theory.learners import lasso, one_step_pcr, pcr
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.icl.predictors import (
-    PENALTIES,
-    debiased_gd,
-    nadaraya_watson,
-    ridge,
-    ridge_path,
-    vanilla_gd,
-)
+from mechinterp.icl.given import PENALTIES
+from mechinterp.icl.predictors import debiased_gd, nadaraya_watson, ridge, ridge_path, vanilla_gd
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.icl.sparse_predictors import (
     descend,

@@ -19,7 +19,13 @@ from mechinterp import local_learning_coefficient
 from mechinterp.known import Entry, Suite, judge_sampler, score, suite
 from mechinterp.known.agreement import MEANINGS_2, auroc
 from mechinterp.known.entries import edge_place
-from mechinterp.known.scores import MEANINGS, score_components, score_edges, score_heads
+from mechinterp.known.scores import (
+    MEANINGS,
+    score_components,
+    score_edges,
+    score_heads,
+    score_learning_coefficient,
+)
 from tests.conftest import Run, refused
 
 HAND = suite(1, trained="none")
@@ -231,3 +237,14 @@ def test_auroc_is_scikit_learns():
         values = rng.integers(0, 4, 12).astype(float)
         positive = np.arange(12) < rng.integers(1, 11)
         assert auroc(positive, values) == pytest.approx(roc_auc_score(positive, values), abs=1e-15)
+
+
+@pytest.mark.parametrize(("off", "within"), [(-1.9, 1), (1.9, 1), (2.1, 0), (-2.1, 0)])
+def test_a_coefficient_within_two_standard_errors_counts(off: float, within: int):
+    entry = HAND["minimum-2"]
+    exact = entry.truth.learning_coefficient.value
+    found = score_learning_coefficient(entry, (exact + off * 0.1, 0.1))
+    assert found == {
+        "coefficient error": pytest.approx(off * 0.1 / exact),
+        "coefficient within 2 sem": within,
+    }

@@ -12,10 +12,13 @@ from torch.func import functional_call
 
 from analyses.known import truths
 from analyses.known.build import SHAPLEY_PROMPTS
-from analyses.known.models import CS, ETAS, GAMMAS, WIDE
+from analyses.known.models import CS, ETAS, GAMMAS, TASK, WIDE
+from mechinterp import predictor_of, sample_prompts
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known import Entry, suite
-from mechinterp.known.entries import FOLDERS, HASHES, TRUTHS
+from mechinterp.known.entries import FOLDERS, HASHES, TRUTHS, LinearHeads
+from mechinterp.models.constructions.one_layer import linear_attention
+from mechinterp.theory.linear import MergedHeads, SeparateHeads
 from tests.conftest import refused, sampled
 
 ROOT = Path(__file__).parents[2]
@@ -234,3 +237,29 @@ def test_methods_get_no_answers():
     blind = ALL["minimum-2"].without_truth
     assert all(value is None for value in vars(blind.truth).values())
     assert sum(p.numel() for p in blind.module.parameters()) == 2 * (1 + 4 + 4)
+
+
+def test_linear_heads_predict_as_the_model_they_stand_for():
+    """Random heads, whose M is not symmetric, as it is at the minima of the suite."""
+    task, rng = TASK, np.random.default_rng(0)
+    K, Q = rng.normal(size=(2, 3, 1, task.d_x))
+    for heads in (
+        SeparateHeads(v=rng.normal(size=3), K=K, Q=Q),
+        MergedHeads(v=rng.normal(size=3), U=rng.normal(size=(3, task.d_x, task.d_x))),
+    ):
+        weights = linear_attention(heads).to(torch.float64)
+        prompts = sample_prompts(task, 8).to(torch.float64)
+        expected = predictor_of(weights).predict(prompts)
+        found = LinearHeads(heads)(prompts)[:, -1].detach()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_method_that_edits_the_weights_changes_no_entry():
+    entry = suite(1, trained="none")["gd-2"]
+    prompts = entry.sample(4)
+    before = entry.checkpoint.predictor.predict(prompts)
+    given = entry.without_truth.checkpoint
+    for tensor in given.weights.tensors.values():
+        tensor.zero_()
+    torch.testing.assert_close(entry.checkpoint.predictor.predict(prompts), before, rtol=0, atol=0)
+    assert given.predictor.predict(prompts).abs().max() == 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mechinterp import TaskConfig, hook_module, load, sample_prompts
-from mechinterp.icl.predictors import PromptsTask
+from mechinterp.icl.given import PromptsTask
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import zero_head
 from mechinterp.models.run.evaluation import (

@@ -16,7 +16,7 @@ from mechinterp.models.layers import (
     pattern_and_slope,
     score_derivative_at_zero,
 )
-from mechinterp.models.run.general import attend, pattern_of
+from mechinterp.models.run.attend import attend, pattern_of
 
 SLOPE = 0.7
 F = {

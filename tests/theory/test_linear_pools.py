@@ -13,7 +13,8 @@ from mechinterp.icl.predictors import dmmse
 from mechinterp.icl.prompts import covariance_matrix, draw_prompts
 from mechinterp.presets import preset
 from mechinterp.theory.linear import merged_heads, modes, population_moments
-from mechinterp.training.linear import flow, task_moments, train_linear
+from mechinterp.training.linear import flow
+from mechinterp.training.linear_models import task_moments, train_linear
 from tests.conftest import refused
 
 TASK = TaskConfig(d_x=5, context_length=20, noise_var=0.25, beta_var=1.0, n_tasks=4)

@@ -7,14 +7,14 @@ import torch
 
 from mechinterp.config import CONTEXT_ONLY_SCORES, ModelConfig, TaskConfig, override
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
-from mechinterp.models.run import general as weights_alone
+from mechinterp.models.run.attend import attend
 from mechinterp.models.run.general import predict_deep
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
+from mechinterp.training.batches import LANES
 from mechinterp.training.general import step
 from mechinterp.training.general.step import attend_for_training, loss_and_gradients
 from mechinterp.training.general.trainer import initial_deep_weights
-from mechinterp.training.lanes import LANES
 from tests.deep_models import random_model
 
 SCORES = ("linear", *CONTEXT_ONLY_SCORES)
@@ -89,7 +89,7 @@ def read_and_gradients(attention, inputs: list[torch.Tensor], model: ModelConfig
 def test_compiled_attention_equals_tensor_operations(score: str, n_rows: int, attend_to_self: bool):
     model = replace(MODEL, score=score, attend_to_self=attend_to_self)
     inputs = heads(n_rows)
-    expected = read_and_gradients(weights_alone.attend, inputs, model)
+    expected = read_and_gradients(attend, inputs, model)
     compiled = read_and_gradients(attend_for_training, [each.float() for each in inputs], model)
     assert compiled[0].grad_fn.name() == "_AttendedBackward"
     for one, other in zip(compiled, expected, strict=True):

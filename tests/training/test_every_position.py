@@ -13,9 +13,9 @@ from mechinterp.config import ExperimentConfig, TaskConfig, TrainConfig, overrid
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.general import predictions
 from mechinterp.presets import preset
+from mechinterp.training.batches import narrowed
 from mechinterp.training.general.step import loss_and_gradients
 from mechinterp.training.general.trainer import DeepRun, initial_deep_weights
-from mechinterp.training.run import narrowed
 from tests.conftest import refused
 from tests.training.test_trainer import finished
 

@@ -18,7 +18,8 @@ from mechinterp.theory.linear import (
     separate_heads,
 )
 from mechinterp.training import linear as module
-from mechinterp.training.linear import flow, full_batch_descent, sample_moments, training_set
+from mechinterp.training.linear import flow, full_batch_descent
+from mechinterp.training.linear_models import sample_moments, training_set
 from tests.conftest import refused
 
 EIGENVALUES = (0.4, 0.3, 0.2, 0.1)

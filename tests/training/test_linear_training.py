@@ -16,7 +16,13 @@ from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.presets import preset
 from mechinterp.theory.linear import MergedHeads, merged_heads, separate_heads
-from mechinterp.training.linear import flow, initial_heads, task_moments, train_linear, training_set
+from mechinterp.training.linear import flow
+from mechinterp.training.linear_models import (
+    initial_heads,
+    task_moments,
+    train_linear,
+    training_set,
+)
 from mechinterp.training.one_layer.step import initial_weights
 from mechinterp.training.train import require_no_divergence, train_models
 from tests.conftest import assert_close_to_rounding, refused

@@ -7,7 +7,7 @@ import torch
 from mechinterp.config import override
 from mechinterp.presets import preset
 from mechinterp.training import normal
-from mechinterp.training.normal import GROUP, WORDS, normal_numbers
+from mechinterp.training.normal import GROUP, STATE_WORDS, normal_numbers
 from mechinterp.training.one_layer.step import Pack
 
 ON_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -59,10 +59,10 @@ def untempered(words: np.ndarray) -> np.ndarray:
 def set_words(generator: torch.Generator, words: np.ndarray) -> None:
     """Let the generator give these words next, at most WORDS - GROUP of them."""
     state = generator.get_state().numpy().copy()
-    at = WORDS - len(words)
-    state[8:12] = np.array([WORDS + 1 - at], np.uint32).view(np.uint8)
+    at = STATE_WORDS - len(words)
+    state[8:12] = np.array([STATE_WORDS + 1 - at], np.uint32).view(np.uint8)
     state[16:24] = np.array([at], np.uint64).view(np.uint8)
-    inner = state[FIRST : FIRST + 8 * WORDS].view(np.uint64)
+    inner = state[FIRST : FIRST + 8 * STATE_WORDS].view(np.uint64)
     inner[at:] = untempered(words)
     generator.set_state(torch.from_numpy(state))
 
@@ -91,7 +91,7 @@ def test_chosen_numbers_are_those_of_the_transform():
 
 
 def assert_equal_for(radii: np.ndarray, angles: np.ndarray) -> None:
-    size = 8 * ((WORDS - GROUP) // GROUP)
+    size = 8 * ((STATE_WORDS - GROUP) // GROUP)
     for start in range(0, len(radii), size):
         expected, found = drawn(radii[start : start + size], angles[start : start + size])
         np.testing.assert_array_equal(found, expected)

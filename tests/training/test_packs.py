@@ -16,7 +16,8 @@ from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import predict
 from mechinterp.presets import preset
-from mechinterp.training import run as running
+from mechinterp.training import batches
+from mechinterp.training.batches import batch_chunks
 from mechinterp.training.one_layer.step import (
     Pack,
     loss_and_gradients,
@@ -24,8 +25,8 @@ from mechinterp.training.one_layer.step import (
     pack_bytes,
     packs,
 )
-from mechinterp.training.run import batch_chunks
-from mechinterp.training.train import FIRST_USE_BYTES, pack_jobs, train_models
+from mechinterp.training.run_folder import pack_jobs
+from mechinterp.training.train import FIRST_USE_BYTES, train_models
 from tests.conftest import assert_same, python
 from tests.training.test_sweep import SMALL
 from tests.training.test_trainer import finished
@@ -120,7 +121,7 @@ LARGE = ExperimentConfig(
 def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pytest.MonkeyPatch):
     task = LARGE.task
     assert prompt_bytes(task) == 4 * (9 * 4 + 3)
-    monkeypatch.setattr(running, "BATCH_CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
+    monkeypatch.setattr(batches, "BATCH_CHUNK_BYTES", 32 * prompt_bytes(task) + 5)
     chunks = list(batch_chunks(task, 70, generator=generator_for(0, "train", 0)))
     assert [len(chunk) for chunk in chunks] == [32, 32, 6]
     generator = generator_for(0, "train", 0)
@@ -130,12 +131,12 @@ def test_a_large_batch_is_drawn_in_chunks_that_the_task_decides(monkeypatch: pyt
         assert torch.equal(chunk.tokens, expected.tokens)
         assert torch.equal(chunk.y_query, expected.y_query)
         assert torch.equal(chunk.beta, expected.beta)
-    monkeypatch.setattr(running, "BATCH_CHUNK_BYTES", 1)
+    monkeypatch.setattr(batches, "BATCH_CHUNK_BYTES", 1)
     assert len(list(batch_chunks(task, 3, generator=generator))) == 3
 
 
 def test_a_step_in_chunks_is_the_step_on_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(running, "BATCH_CHUNK_BYTES", 32 * prompt_bytes(LARGE.task))
+    monkeypatch.setattr(batches, "BATCH_CHUNK_BYTES", 32 * prompt_bytes(LARGE.task))
     pack = Pack({"model": LARGE})
     start = pack.results()["model"].weights
     pack._set_gradient(0)

@@ -12,7 +12,8 @@ from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
-from mechinterp.training.lanes import LANES, aligned, exponential, load_lanes, store_lanes
+from mechinterp.training.batches import LANES
+from mechinterp.training.lanes import aligned, exponential, load_lanes, store_lanes
 from mechinterp.training.one_layer.kernel import set_weighted_sums, weighted_sum
 from mechinterp.training.one_layer.step import (
     by_tensors,

@@ -18,8 +18,9 @@ from mechinterp.presets import preset
 from mechinterp.training import run
 from mechinterp.training.one_layer.step import Pack
 from mechinterp.training.run import Progress
+from mechinterp.training.run_folder import LOCK
 from mechinterp.training.sweep_file import load_sweep
-from mechinterp.training.train import LOCK, require_no_divergence, train_models
+from mechinterp.training.train import require_no_divergence, train_models
 from tests.checkpoints.killed import killed_while_writing
 from tests.conftest import refused
 from tests.training.test_trainer import finished as finished_pack

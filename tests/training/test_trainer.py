@@ -18,7 +18,8 @@ from mechinterp.models.heads import predict
 from mechinterp.models.weights import Weights
 from mechinterp.training import run
 from mechinterp.training.one_layer.step import Pack, initial_weights
-from mechinterp.training.run import Progress, read_state, train_run
+from mechinterp.training.run import Progress, train_run
+from mechinterp.training.state import read_state
 from tests.benchmarks import plain
 from tests.conftest import assert_same, refused
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from mechinterp.analysis.learners.penalised import own_penalty, penalised
 from mechinterp.analysis.stats import FOLDS, best_factor
 from mechinterp.config import TaskConfig
+from mechinterp.icl.given import PENALTIES
 from mechinterp.icl.predictors import (
-    PENALTIES,
     adaptive_ridge,
     debiased_gd,
     dmmse,

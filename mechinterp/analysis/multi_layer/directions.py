@@ -16,7 +16,7 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.descent import LEAST_VARIANCE
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
-from mechinterp.icl.predictors import PromptsTask, no_law
+from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 
 CONTEXT_STEP = 21

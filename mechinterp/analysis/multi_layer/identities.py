@@ -20,7 +20,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
 )
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.predictors import no_law
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts, generator_for
 
 PAIR_ORDER = "same if the pairs change places"

@@ -61,7 +61,8 @@ from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm
-from mechinterp.icl.predictors import PromptsTask, no_law, ridge
+from mechinterp.icl.given import PromptsTask, no_law
+from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import (
     evaluation_prompts,

@@ -19,10 +19,17 @@ from mechinterp.analysis.stats import without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
-from mechinterp.icl.predictors import no_law
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 from mechinterp.models.run.evaluation import evaluation_prompts, require_few_numbers
-from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
+from mechinterp.models.run.predictor import (
+    Learner,
+    Source,
+    after_layers,
+    is_learner,
+    output_of,
+    predictor_of,
+)
 from mechinterp.models.run.ways import Predictor
 
 USELESS = 0.95
@@ -75,7 +82,7 @@ class Subject:
             return cls(predictor, task, predictor.n_layers)
         function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=8)[:2]
         path = cls(function, task, DEPTH).outputs(few)
-        has_path = function(few).ndim == 3
+        has_path = np.ndim(output_of(function, few)) == 3
         return cls(function, task, len(path) if has_path else DEPTH, has_path)
 
     @property
@@ -91,24 +98,7 @@ class Subject:
         with torch.no_grad():
             if isinstance(self.source, Predictor):
                 return self.source.predict(prompts).detach().cpu().double()[None]
-            return _checked(self.source(prompts), prompts)
-
-
-def _checked(predictions: object, prompts: Prompts) -> Float[Tensor, "layer batch d_y"]:
-    """Predictions of a function, with an axis for layers.
-
-    Raises:
-        ValueError: If they have another shape than [batch, d_y] or [layer, batch, d_y].
-    """
-    shape, got = tuple(prompts.y_query.shape), type(predictions)
-    if isinstance(predictions, Tensor):
-        path = predictions.detach().cpu().double()
-        if path.shape[-2:] == shape and path.ndim in (2, 3):
-            return path[None] if path.ndim == 2 else path
-        got = list(path.shape)  # type: ignore[assignment]
-    raise ValueError(
-        f"A function of prompts must give predictions {list(shape)} or [layer, {shape[0]}, {shape[1]}], got {got}."
-    )
+            return after_layers(self.source, prompts).detach().cpu().double()
 
 
 @dataclass(frozen=True, eq=False)

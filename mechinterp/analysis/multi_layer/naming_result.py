@@ -32,8 +32,8 @@ UNSURE = ("frequency", "readings")
 """Rules that keep a label from standing although it is the one that the numbers earn."""
 LEAST_SQUARES = "recursive_least_squares"
 """Label whose penalty is constant or falls with the number of pairs."""
-ERRORS = 2
-"""Number of standard errors from which on a difference decides between the two penalties."""
+PENALTY_ERRORS = 2
+"""A difference of at least this many standard errors decides between the two penalties."""
 OWN_COLUMN = 0
 """Column of the last prediction at the model's own length."""
 
@@ -282,7 +282,7 @@ class Naming(Named, Result):
         if self.label == LEAST_SQUARES and penalty and np.isfinite(penalty.sem):
             gain, sem = penalty.value, penalty.sem
             more = with_error(abs(gain), sem)
-            if abs(gain) <= ERRORS * sem:
+            if abs(gain) <= PENALTY_ERRORS * sem:
                 texts.append(
                     f"Its penalty may be constant or fall as alpha^L: R² at other lengths differs by {more}."
                 )

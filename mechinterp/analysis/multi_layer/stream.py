@@ -20,10 +20,11 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
 from mechinterp.analysis.stats import r2_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
-from mechinterp.icl.predictors import no_law
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Hooks
-from mechinterp.models.hooked.runner import HookedPredictor, NoStreamError, query_positions
+from mechinterp.models.hooked.query_position import NoStreamError, query_positions
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.ways import Predictor
 
 MISSED = 0.02

@@ -48,7 +48,7 @@ from mechinterp.analysis.stats import best_factor
 from mechinterp.checkpoints.foreign.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
-from mechinterp.icl.predictors import no_law
+from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.constructions.one_layer import from_circuits
 from mechinterp.models.heads import head_outputs, predict

@@ -22,7 +22,7 @@ from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import Heads, MergedHeads, Modes, SeparateHeads, modes
-from mechinterp.training.linear import task_moments
+from mechinterp.training.linear_models import task_moments
 
 SAME_RATE = 1e-6  # growth rates closer than this, relative to the largest, share an eigenspace
 UNDER_WAY = (0.1, 0.9)

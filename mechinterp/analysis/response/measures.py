@@ -47,7 +47,7 @@ class Shrinkage:
 
 
 def shrinkage(sample: PromptArrays) -> Shrinkage:
-    """Best a / (s + c), on a grid of c that is refined once around the best one."""
+    """Best a / (s + c): its error from a grid around the best c, its value from a finer one."""
     s = sample.modes.s
 
     def at(c: float) -> Projection:
@@ -67,6 +67,7 @@ def shrinkage(sample: PromptArrays) -> Shrinkage:
         value, sem = edge.coefficients()
         return Shrinkage((float(value[0]), float(sem[0])), (float(coarse[0]), np.nan), edge.left())
     best, error = _best_on_grid(at, best[1] * np.exp(0.02 * np.arange(-8, 9)))
+    best, _ = _best_on_grid(at, best[1] * np.exp(4e-4 * np.arange(-1, 2)))
     return Shrinkage(
         amplitude=(float(best[0]), float(error[0])),
         c=(float(best[1]), float(error[1])),

@@ -14,7 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.predictor import Learner, Source, is_learner, predictor_of
+from mechinterp.models.run.predictor import (
+    Learner,
+    Source,
+    after_layers,
+    is_learner,
+    predictor_of,
+)
 
 TOGETHER = 256
 """Number of prompts that run together."""
@@ -34,12 +40,11 @@ def function_of(source: Source | Learner, layer: int | None = None) -> Learner:
         predictor = predictor_of(source)
         return lambda prompts: predictor.with_gradients(prompts, layer)
     learner = cast(Learner, source)
+    read = -1 if layer is None else layer - 1
 
     def one(prompts: Prompts) -> Tensor:
-        predictions = learner(prompts)
-        if predictions.ndim == 2:
-            return predictions
-        return predictions[-1 if layer is None else layer - 1]
+        path = after_layers(learner, prompts)
+        return path[read if len(path) > 1 else 0]
 
     return one
 

@@ -29,6 +29,8 @@ SPARSITY = 0.1
 """A model uses sparsity if its mismatch under a rotation of x is this fraction of the Bayes learner's."""
 FITS = (1.2, 2.0, 1e-6)
 """A form fits if it leaves at most 1.2 times what the free form leaves plus 2 errors, or 1e-6."""
+OF_A_SET = ("batch", "no interaction", "filter", "posterior")
+"""Classes of learners to whom the age of a pair does not matter."""
 ORDER_OF_FORMS = (
     *("1 step", "2 steps", "3 steps", "a / (s + c)", "4 steps", "5 steps", "6 steps"),
 )
@@ -84,24 +86,30 @@ def kind(found: Frames, output: int = 0) -> str:
     return "recursive least squares" if forgets(found, output) else "batch"
 
 
+def has_filter(found: Frames, output: int = 0) -> bool:
+    """True if a filter over directions describes the learner; a form of a filter that leaves most of it says nothing."""
+    left = found.of_output(found.left, output).set_index("columns").left
+    return bool(left["filter"] <= NO_FILTER)
+
+
 def headline(found: Frames, output: int = 0) -> str:
     """Class of learner, and the form of its filter or its gate.
 
-    Recursive least squares is a name only if the filter describes the learner: both triangles and weights that fall with age
-    are measured of other learners, too.
+    Recursive least squares, and the form of a filter, are names only if the filter describes the learner: both triangles and
+    weights that fall with age are measured of other learners, too.
     """
     which = kind(found, output)
     if which == "online":
         eta, gate = (digits(found.scalar(name, output)[0]) for name in ("eta", "gate"))
         return f"online, eta {eta}, gate {gate}"
-    left = found.of_output(found.left, output).set_index("columns").left["filter"]
-    if which == "recursive least squares" and left > NO_FILTER:
+    if which == "recursive least squares" and not has_filter(found, output):
         alpha = found.scalar("alpha", output)[0]
         return f"pairs interact, weights fall with age, alpha {alpha:.4f}; no known filter"
     if which in ("no interaction with forgetting", "recursive least squares", "forgetting"):
         return f"{which}, alpha {found.scalar('alpha', output)[0]:.4f}"
-    if which in ("batch", "no interaction", "filter"):
-        return f"{which}, {form_in_words(found, output)}"
+    if which in OF_A_SET and which != "posterior":
+        named = form_in_words(found, output) if has_filter(found, output) else "no known filter"
+        return f"{which}, {named}"
     return which
 
 
@@ -154,14 +162,15 @@ def _parts(found: Frames, output: int) -> list[str]:
     }[which]
     parts = [first]
     left = found.of_output(found.left, output).set_index("columns")
+    unknown = which in OF_A_SET and not has_filter(found, output)
     if which not in ("no linear map", "kernel", "online"):
-        parts.append(form_in_words(found, output))
+        parts.append("no known filter" if unknown else form_in_words(found, output))
     last = left["left"].idxmin()
     if which == "no linear map":
         share = _percent(left["left"][last], left["left_sem"][last])
         parts.append(f"all columns leave {share} of the squared predictions")
     else:
-        parts += bayes_sentences(found, output)
+        parts += [] if unknown else bayes_sentences(found, output)
         share = _percent(left["left"]["filter"], left["left_sem"]["filter"])
         parts.append(f"the filter leaves {share} of the squared predictions")
     mean = found.scalar("mean of x", output)

@@ -20,7 +20,7 @@ from mechinterp.display import Result, frame_of
 from mechinterp.icl.prompts import covariance_matrix
 from mechinterp.theory.linear import SeparateHeads, modes
 from mechinterp.theory.linear_jumps import claims_not_applying, predict_jumps, predicted_loss
-from mechinterp.training.linear import initial_heads, task_moments
+from mechinterp.training.linear_models import initial_heads, task_moments
 
 N_POINTS = 400
 """Number of points of a predicted curve."""

@@ -21,8 +21,9 @@ from torch import nn
 from mechinterp import figures
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.training.cost_of_chains import Cost
-from mechinterp.analysis.training.local_losses import ModuleLoss, local_loss, quick_parts
+from mechinterp.analysis.training.local_losses import local_loss, quick_parts
 from mechinterp.analysis.training.minimum import FALL, fall_nearby, lowest_nearby, why_no_minimum
+from mechinterp.analysis.training.module_losses import ModuleLoss
 from mechinterp.analysis.training.sampler import (
     Chains,
     LocalLoss,

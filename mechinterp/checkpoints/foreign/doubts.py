@@ -12,8 +12,9 @@ from mechinterp.checkpoints.foreign.score import ERRORS, MARGIN, Reading, below
 from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import AVERAGE, attention_pattern
+from mechinterp.models.run.attend import Keys, Queries, attend, scores_of
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import Keys, Queries, attend, predictions, scores_of
+from mechinterp.models.run.general import predictions
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 

@@ -146,7 +146,7 @@ class ModuleHooks(CheckedHooks):
 
         The output projection of a torch.nn.MultiheadAttention is moved to its block.
         """
-        moved = {}
+        moved: dict[str, str] = {}
         for runs in self._runs:
             if isinstance(self.module.get_submodule(runs.place.output), nn.MultiheadAttention):
                 block = f"blocks.{list(self.blocks).index(runs.layers[0])}.attn.projection"

@@ -10,7 +10,7 @@ import torch
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.display import counted
-from mechinterp.icl.predictors import PromptsTask
+from mechinterp.icl.given import PromptsTask
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.run.predictor import Source, is_learner, predictor_of

@@ -4,7 +4,7 @@ Everything before a masked head is reused: the head's output is subtracted from 
 again, the last one at the query only. TransformerLens is not loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,10 +13,10 @@ import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
-from mechinterp.config.model import LINEAR, MLP_NORM, OVER_PAIRS
+from mechinterp.config.model import MLP_NORM
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK, UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
@@ -27,77 +27,26 @@ from mechinterp.models.layers import (
     affine,
     attention_pattern,
     normed,
-    readable_keys,
     tokens_of,
     turned_by_position,
 )
 from mechinterp.models.recurrence import Memory, memory_of, written_before
-from mechinterp.models.run.linear import linear_pass
+from mechinterp.models.run.attend import (
+    Attend,
+    Keys,
+    Queries,
+    attend,
+    can_fuse,
+    fused_softmax,
+    pattern_of,
+)
+from mechinterp.models.run.linear_pass import linear_pass
 from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 
-MOMENT = "batch key head i, batch key head j -> batch head i j"
-FROM_MOMENT = "batch row head i, batch head i j -> batch row head j"
 _WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
-Queries = Float[Tensor, "batch row head d"]
-Keys = Float[Tensor, "batch key head d"]
-Attend = Callable[[Queries, Keys, Keys, ModelConfig, slice], Queries]
-"""Attention function: maps scaled queries, keys and values to the weighted averages. The slice has the positions of the
-queries."""
 ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
 """Positions that a layer computes: all, the query, and every x of tokens in turn."""
-
-
-def attend(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-    """Weighted average of the values for each head and row, by torch's own kernel where that is possible."""
-    n_keys = k.shape[1] - (model.context_only and not model.attend_to_self)
-    if _can_fuse(model, n_keys):
-        reads = None if model.context_only else readable_keys(n_keys, model, device=k.device)[rows]
-        return fused_softmax(q, k[:, :n_keys], v[:, :n_keys], reads)
-    return attend_by_patterns(q, k, v, model, rows)
-
-
-def attend_by_patterns(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-    """Weighted average of the values for each head and row, by operations that torch.func maps and differentiates."""
-    if model.score in LINEAR and model.context_only:
-        # q (k^T v): no attention weights are needed.
-        keys, n_pairs = slice(0, None if model.attend_to_self else -1), k.shape[1] - 1
-        k, v = k[:, keys], v[:, keys]
-        number = {"linear": 1, "linear/L": k.shape[1], OVER_PAIRS: n_pairs}[model.score]
-        factor = model.score_slope / max(number, 1)
-        return einsum(q, factor * einsum(k, v, MOMENT), FROM_MOMENT)
-    pattern = pattern_of(q, k, model, rows)
-    return einsum(pattern, v, AVERAGE)
-
-
-def _can_fuse(model: ModelConfig, n_keys: int) -> bool:
-    """True for softmax attention without gradients in which every row reads a key (torch's attention gives NaN without
-    one, and has no second derivative)."""
-    every_row = n_keys > 0 and (model.context_only or model.attend_to_self)
-    return model.score == "softmax" and every_row and not torch.is_grad_enabled()
-
-
-def fused_softmax(q: Queries, k: Keys, v: Keys, reads: Tensor | None = None) -> Queries:
-    """Softmax attention of scaled queries by torch's own kernel; `reads` [row, key] is True for readable keys, None: all."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=reads, scale=1.0).transpose(1, 2)
-
-
-def scores_of(
-    q: Queries, k: Keys, model: ModelConfig, rows: slice
-) -> Float[Tensor, "batch head row key"]:
-    """Scores of scaled queries on keys, -inf where masked."""
-    scores = einsum(q, k, SCORE_PRODUCTS)
-    reads = readable_keys(k.shape[1], model, device=scores.device)
-    return scores.masked_fill(~reads[rows], -torch.inf)
-
-
-def pattern_of(
-    q: Queries, k: Keys, model: ModelConfig, rows: slice
-) -> Float[Tensor, "batch head row key"]:
-    """Attention weights of scaled queries on keys."""
-    scores = scores_of(q, k, model, rows)
-    return attention_pattern(scores, score=model.score, slope=model.score_slope)
 
 
 def predictions_at_every(
@@ -211,7 +160,7 @@ def query_streams(
     n, parts = prompts.x.shape[1], []
 
     def to_context(q: Queries, k: Keys, v: Keys, model: ModelConfig, rows: slice) -> Queries:
-        if _can_fuse(model, n):
+        if can_fuse(model, n):
             return fused_softmax(q, k[:, :n], v[:, :n])
         scores = einsum(q, k[:, :n], SCORE_PRODUCTS)
         pattern = attention_pattern(scores, score=model.score, slope=model.score_slope)

@@ -16,12 +16,8 @@ from torch.nn.functional import pad
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK
 from mechinterp.models.hooked.masks import Head, mean_z, mlp_name, swapped, z_name
-from mechinterp.models.hooked.runner import (
-    HookedPredictor,
-    NoStreamError,
-    masked,
-    query_positions,
-)
+from mechinterp.models.hooked.query_position import NoStreamError, query_positions
+from mechinterp.models.hooked.runner import HookedPredictor, masked
 from mechinterp.progress import progress
 
 

@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -112,12 +114,46 @@ def learner_of(source: Source | Learner) -> Learner:
     if not is_learner(source):
         return torch.no_grad()(predictor_of(source).predict)
     learner = cast(Learner, source)
+    return lambda prompts: after_layers(learner, prompts)[-1]
 
-    def last(prompts: Prompts) -> Tensor:
-        predictions = learner(prompts)
-        return predictions[-1] if predictions.ndim == 3 else predictions
 
-    return last
+def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer batch d_y"]:
+    """Predictions of a function of prompts after every layer that it gives; one layer if it gives [batch, d_y].
+
+    A function that does not run in float64, such as that of a model in float32, gets prompts in float32.
+
+    Raises:
+        ValueError: If it gives anything else than an array of numbers of such a shape.
+    Example:
+        >>> from mechinterp import TaskConfig, sample_prompts
+        >>> prompts = sample_prompts(TaskConfig(d_x=2), 3)
+        >>> after_layers(lambda prompts: prompts.y[:, 0].numpy(), prompts).shape
+        torch.Size([1, 3, 1])
+    """
+    predictions: object = output_of(learner, prompts)
+    got: object = type(predictions).__name__
+    if isinstance(predictions, np.ndarray) and predictions.dtype.kind == "f":
+        predictions = torch.from_numpy(predictions)
+    if isinstance(predictions, Tensor):
+        shape = tuple(predictions.shape)
+        if predictions.ndim in (2, 3) and shape[-2:] == tuple(prompts.y_query.shape) and shape[0]:
+            return predictions if predictions.ndim == 3 else predictions[None]
+        got = list(shape)
+    n, d_y = prompts.y_query.shape
+    raise ValueError(
+        f"A function of prompts must give predictions [{n}, {d_y}] or [layer, {n}, {d_y}], got {got}."
+    )
+
+
+def output_of(learner: Learner, prompts: Prompts) -> Any:
+    """What a function of prompts gives; for prompts in float32 if it does not run in float64."""
+    try:
+        return learner(prompts)
+    except RuntimeError:
+        if prompts.x.dtype == torch.float64:
+            with suppress(RuntimeError):
+                return learner(prompts.to(torch.float32))
+        raise
 
 
 def predictions_after(

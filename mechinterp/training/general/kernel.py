@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from mechinterp.training.batches import LANES
 from mechinterp.training.lanes import (
-    LANES,
     VECTOR,
     compiled,
     exponential,

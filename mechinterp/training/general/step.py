@@ -22,9 +22,10 @@ from mechinterp.config import ModelConfig
 from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import is_normalised, pattern_and_slope
-from mechinterp.models.run import general as weights_alone
-from mechinterp.models.run.general import Keys, Queries, predict_deep, predictions_at_every
+from mechinterp.models.run.attend import Keys, Queries, attend_by_patterns
+from mechinterp.models.run.general import predict_deep, predictions_at_every
 from mechinterp.models.weights import Weights
+from mechinterp.training.batches import LANES
 
 _Heads = Float[Tensor, "head feature row prompt"]
 _KeyRows = Float[Tensor, "key_head feature key_row prompt"]
@@ -98,7 +99,7 @@ def attend_for_training(
         tensor([1., 1.])
     """
     if not (model.context_only and _is_compiled(model.score, q)):
-        return weights_alone.attend_by_patterns(q, k, v, model, rows)
+        return attend_by_patterns(q, k, v, model, rows)
     n_keys = k.shape[1] - (not model.attend_to_self)
     attention = _Attention(model.score, model.score_slope, n_keys)
     return _Attended.apply(q, k, v, attention)
@@ -154,7 +155,7 @@ class _Attention:
 
     def _by_kernel(self, q: _Heads, k: _KeyRows, v: _KeyRows) -> _Read:
         # Imported here, so that reading checkpoints does not load the compiler.
-        from mechinterp.training.general.kernel import LANES, attend_blocks
+        from mechinterp.training.general.kernel import attend_blocks
 
         n_heads, _, n_rows, n_prompts = q.shape
         pattern = q.new_empty(n_prompts // LANES, n_heads, n_rows, self.n_keys * LANES)
@@ -318,7 +319,7 @@ def _require_kernel() -> None:
     Raises:
         ValueError: If they differ.
     """
-    from mechinterp.training.general.kernel import LANES, SCORE_KINDS
+    from mechinterp.training.general.kernel import SCORE_KINDS
     from mechinterp.training.lanes import require_close
 
     generator, shape = torch.Generator("cpu").manual_seed(0), (4, 2, 3, 4, LANES)
@@ -341,11 +342,7 @@ def _is_compiled(score: str, like: Tensor) -> bool:
 
 def _block_of(score: str, like: Tensor) -> int:
     """Number of prompts in a block; the number of prompts is padded to a multiple of it."""
-    if not _is_compiled(score, like):
-        return 1
-    from mechinterp.training.lanes import LANES
-
-    return LANES
+    return LANES if _is_compiled(score, like) else 1
 
 
 def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Tensor:

@@ -17,18 +17,10 @@ from mechinterp.memory import require_memory
 from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
+from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
-from mechinterp.training.run import (
-    Batch,
-    TrainingRun,
-    flattened,
-    largest_chunk,
-    own,
-    read_state,
-    resumable,
-    stored_origin,
-    uniform,
-)
+from mechinterp.training.run import Batch, TrainingRun, flattened, own, uniform
+from mechinterp.training.state import read_state, resumable, stored_origin
 
 _LARGEST_LOGIT = 40.0
 """Logit of a gate that starts at 1, which is exactly 1 in float64."""

@@ -11,8 +11,8 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
+from mechinterp.training.batches import LANES
 from mechinterp.training.lanes import (
-    LANES,
     aligned,
     aligned_zeros,
     compiled,

@@ -22,10 +22,9 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.run import BATCH_CHUNK_BYTES, Batch, TrainingRun, own, uniform, views
+from mechinterp.training.batches import BATCH_CHUNK_BYTES, LANES
+from mechinterp.training.run import Batch, TrainingRun, own, uniform, views
 
-LANES = 32
-"""Number of sums that the compiled step keeps side by side; equals `kernel.LANES`, which is not imported here."""
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
 PACK_HEADS = 512
 """Largest number of heads in a pack, except for a single model with more heads."""
