@@ -14,7 +14,8 @@ from analyses.known import build_2, truths
 from analyses.known.models import Made, made
 from analyses.lib.measured import ROOT
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.known.entries import TRUTHS, Entry, Truth
+from mechinterp.known.entries import TRUTHS, Entry
+from mechinterp.known.truth import Truth
 
 BUNDLED = (
     *("garg-gpt2", "garg-tiny-s0", "linear-merged-s0", "linear-separate-s0", "pool-linear-m4-s0"),

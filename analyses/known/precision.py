@@ -14,13 +14,16 @@ import pandas as pd
 from analyses.lib import Measured, checkpoint
 from mechinterp import local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.training.local_losses import (
+from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
+from mechinterp.analysis.training.module_losses import predictor_loss
+from mechinterp.analysis.training.sampler import (
+    NBETA,
+    BatchLoss,
+    Chains,
     LocalLoss,
-    population_loss,
-    predictor_loss,
-    prompts_loss,
+    Points,
+    Tempered,
 )
-from mechinterp.analysis.training.sampler import NBETA, BatchLoss, Chains, Points, Tempered
 from mechinterp.known import Entry, suite
 from mechinterp.theory.linear import Heads, Moments
 from mechinterp.training.linear import flat_heads, unflatten

@@ -21,9 +21,9 @@ from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.stats import halves
 from mechinterp.display import Result, frame_of, head_axes
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import CHUNK
 from mechinterp.models.hooked.masks import Hooks, z_name
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.hooks import CHUNK
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress

@@ -4,14 +4,19 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
     from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.icl.prompts import Prompts
     from mechinterp.models.run.predictor import Learner
 
 TAKEN = ("task", "n_heads")
@@ -80,7 +85,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
             )
     made = own_object(named)
     if is_learner(made) and _n_required(made) == 1:
-        return made
+        return _named_in_errors(made, named)
     rule = (
         f"{named}: must be a torch.nn.Module, a hooked module, a function that makes one without arguments, "
         "or a function of prompts"
@@ -101,6 +106,28 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
             f"{named}: is hooked already, with its own settings, got {', '.join(hints.given)}: state them in hook_module."
         )
     return replace(made, name=named)
+
+
+class OwnFunctionError(ValueError, RuntimeError):
+    """Error of a user's function in one line; analyses catch a RuntimeError where a dtype or gradients are tried."""
+
+
+def _named_in_errors(function: "Learner", named: str) -> "Learner":
+    """The function, whose errors are one line with their place."""
+    from mechinterp.checkpoints.io.files import one_line
+
+    @wraps(function)
+    def run(prompts: "Prompts") -> "Tensor":
+        try:
+            return function(prompts)
+        except Exception as error:
+            *_, last = extract_tb(error.__traceback__)
+            place = f"{Path(last.filename).name}, line {last.lineno}"
+            raise OwnFunctionError(
+                f"{named}: ended in {type(error).__name__}: {one_line(error).removesuffix('.')} ({place})."
+            ) from None
+
+    return run
 
 
 def _n_required(function: Callable[..., object]) -> int:

@@ -17,10 +17,10 @@ from mechinterp.analysis.patching.edges import attribute_edges
 from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.memory import CHUNK
 from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.hooked.masks import Head, Values, mask_heads, swapped
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.hooks import CHUNK
 from mechinterp.models.run.predictor import predictor_of
 
 N_PROMPTS, N_LAYERS, N_HEADS, TOLERANCE = 4096, 4, 8, 1e-5

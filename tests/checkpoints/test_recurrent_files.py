@@ -161,8 +161,25 @@ def test_other_tensors_are_refused():
         )
     with refused("weights must hold a layer", "head.weight"):
         recurrent_module({"head.weight": torch.ones(3, 12)})
+    for own, words in {
+        "layers.0.b_proj.weight": ("multiple of the 5 heads", "24"),
+        "layers.0.o_norm.weight": ("one weight", "weight"),
+    }.items():
+        with refused(*words):
+            changed = torch.ones(5, 12) if "b_proj" in own else torch.tensor(1.0)
+            recurrent_module({**state, own: changed})
+    for odd in ("layers..weight", "layers.0", ".".join("a" * 99)):
+        with refused("name" if len(odd) < 99 else "64 modules"):
+            recurrent_module({**state, odd: torch.ones(3, 12)})
     with refused("floating-point", "read_in.weight"):
         recurrent_module({**state, "read_in.weight": torch.ones(3, 12, dtype=torch.int64)})
+
+
+def test_settings_beside_a_file_must_be_a_mapping(tmp_path: Path):
+    save_file(model_of("DeltaNet").state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("[1]")
+    with refused("config.json", "mapping"):
+        recurrent_module(tmp_path)
 
 
 @pytest.mark.parametrize("name", [*KEY_HEADS, "DeltaNet"])

@@ -91,6 +91,35 @@ def test_a_function_of_prompts_is_analysed_as_in_python(run: Run, mine: Path, na
     )
 
 
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_a_function_in_float32_gives_the_numbers_of_float64(run: Run, mine: Path, name: str):
+    lines = "import torch\nW = torch.eye(3)\ndef model(prompts):\n    w = (prompts.y * prompts.x).mean(1)\n"
+    (mine / "single_of_mine.py").write_text(
+        f"{lines}    return ((w @ W) * prompts.x_query).sum(1, keepdim=True)\n"
+    )
+    lines = lines.replace("torch.eye(3)", "torch.eye(3).double()").replace(
+        "prompts.y ", "prompts.y.double() "
+    )
+    (mine / "double_of_mine.py").write_text(
+        f"{lines}    return ((w @ W) * prompts.x_query).sum(1, keepdim=True)\n"
+    )
+    words = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    single, double = (
+        run(name, f"{each}_of_mine:model", *words).done().document for each in ("single", "double")
+    )
+    key = "rows" if "rows" in single else "identities"
+    assert len(single[key]) == len(double[key])
+    for one, other in zip(single[key], double[key], strict=True):
+        for column, value in one.items():
+            # The disagreement is a ratio of two numbers that are 0 for this learner.
+            if isinstance(value, float) and one.get("name") != "disagreement":
+                assert value == pytest.approx(other[column], rel=1e-2, abs=1e-5), (
+                    name,
+                    column,
+                    one,
+                )
+
+
 def test_a_length_of_the_command_is_that_of_a_function(run: Run, mine: Path):
     own = "module_of_mine:half_of_the_first"
     stated = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
@@ -136,6 +165,11 @@ def test_what_a_module_cannot_be_asked_is_refused(run: Run, mine: Path, words, s
         ("import torch\nmodel = lambda prompts: prompts.x", ("[layer, 64, 1]", "[64, 6, 3]")),
         ("import torch\nmodel = lambda prompts: prompts.y[:, 0, 0]", ("[64, 1]", "got [64]")),
         ("model = lambda prompts: 'nothing'", ("[64, 1]", "got str")),
+        ("\nmodel = lambda prompts: prompts.z", ("AttributeError", "line 2")),
+        (
+            "import torch\nmodel = lambda prompts: prompts.x @ torch.eye(9)",
+            ("RuntimeError", "line 2"),
+        ),
     ],
 )
 def test_a_broken_file_or_function_is_one_line(run: Run, mine: Path, source: str, said):

@@ -15,8 +15,9 @@ from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.models.hooked.config import SWITCHES
 from mechinterp.models.hooked.runner import HookedPredictor, masked
-from mechinterp.models.hooked.transformer import SWITCHES, ICLTransformer, hook_map
+from mechinterp.models.hooked.transformer import ICLTransformer, hook_map
 from mechinterp.models.layers import interleaved
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import CHECKPOINTS, assert_close_to_rounding

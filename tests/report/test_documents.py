@@ -22,10 +22,11 @@ from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.analysis.result import Table
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.config import ExperimentConfig, override
+from mechinterp.display import ROWS_SHOWN
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import stack
-from mechinterp.report.text import ROWS_SHOWN, frame_text, wrapped
+from mechinterp.report.text import frame_text, wrapped
 from mechinterp.report.to_csv import write_csv, write_table
 from mechinterp.report.to_json import dumps, to_json
 from mechinterp.report.to_text import MOST_HEAD_LINES, classification_text, to_text

@@ -99,11 +99,11 @@ def test_a_function_is_as_good_as_its_name(folder: Path):
     ("named", "words"),
     [
         ("nothing", "An analysis must be one of response, classify, "),
-        ("own_analyses:nothing", "own_analyses has no function 'nothing'."),
-        ("own_analyses:number", "own_analyses:number: must be a function or a model, got int."),
+        ("own_analyses:nothing", "own_analyses has no 'nothing'."),
+        ("own_analyses:number", "own_analyses:number: must be a function, got int."),
         ("no_such_module:mine", "no_such_module:mine: there is no module no_such_module."),
-        (":mine", "has no function"),
-        ("..:mine", "has no function"),
+        (":mine", ":mine: there is no module ''."),
+        ("..:mine", "..:mine: there is no module '..'."),
         ("own_analyses:no_result", "must give a result with to_frame and plot, got int."),
     ],
 )

@@ -27,6 +27,7 @@ from mechinterp.models.run.predictor import (
     Source,
     after_layers,
     is_learner,
+    output_of,
     predictor_of,
 )
 from mechinterp.models.run.ways import Predictor
@@ -81,7 +82,7 @@ class Subject:
             return cls(predictor, task, predictor.n_layers)
         function, few = cast("Learner", source), evaluation_prompts(task, n_prompts=8)[:2]
         path = cls(function, task, DEPTH).outputs(few)
-        has_path = np.ndim(function(few)) == 3
+        has_path = np.ndim(output_of(function, few)) == 3
         return cls(function, task, len(path) if has_path else DEPTH, has_path)
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures, heatmaps
@@ -265,9 +265,7 @@ def attention_patterns(
     distinct = prompts.distinct()[:ENTROPY_PROMPTS]
     entropy, entropy_sem = entropies(predictor.query_patterns(distinct).double())
     if n_drawn > shown:
-        error = (prediction - prompts.y_query_clean).square().mean(1)
-        even = torch.linspace(0, n_drawn - 1, shown, dtype=torch.float64, device="cpu")
-        chosen = error.argsort(stable=True).cpu()[even.round().long()]
+        chosen = _spread((prediction - prompts.y_query_clean).square().mean(1), shown)
         prompts, prediction = prompts[chosen], prediction[chosen]
     patterns = predictor.query_patterns(prompts).double()
     if not patterns[..., -1].any():
@@ -286,6 +284,12 @@ def attention_patterns(
         entropy=entropy,
         entropy_sem=entropy_sem,
     )
+
+
+def _spread(error: Float[Tensor, " prompt"], count: int) -> Int[Tensor, " shown"]:
+    """Numbers of prompts whose errors are spread evenly over all ranks, from the smallest to the largest."""
+    even = torch.linspace(0, len(error) - 1, count, dtype=torch.float64, device="cpu")
+    return error.argsort(stable=True).cpu()[even.round().long()]
 
 
 def _pairs_of_keys(prompts: Prompts, n_keys: int) -> Float[torch.Tensor, "prompt key d_token"]:

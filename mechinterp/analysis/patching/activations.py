@@ -16,13 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.patching.pairing import (
-    Metric,
-    clean_and_corrupted,
-    inputs_of,
-    output_metric,
-    put,
-)
+from mechinterp.analysis.ablation.measured import Metric
+from mechinterp.analysis.patching.pairing import clean_and_corrupted, inputs_of, output_metric, put
 from mechinterp.analysis.result import HEAD_COLUMNS
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.config import TaskLike
@@ -126,8 +121,6 @@ def patch_activations(
         >>> patch_activations(load("softmax-h2-s0"), activation="v", n_prompts=8).effect.shape
         (1, 41, 2)
     """
-    from transformer_lens.utilities import get_act_name  # slow import
-
     if activation not in LAYER_ACTIVATIONS + HEAD_PARTS:
         known = ", ".join(LAYER_ACTIVATIONS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
@@ -143,6 +136,19 @@ def patch_activations(
     )
     hooked = predictor_of(source).hooked
     _require(hooked, activation)
+    return _patched(hooked, clean, corrupted, activation, metric)
+
+
+def _patched(
+    hooked: HookedPredictor,
+    clean: Prompts,
+    corrupted: Prompts,
+    activation: str,
+    metric: Metric | None,
+) -> PatchedActivations:
+    """The activation patched at one place after the other."""
+    from transformer_lens.utilities import get_act_name  # slow import
+
     _, other = inputs_of(hooked, clean, corrupted)
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():

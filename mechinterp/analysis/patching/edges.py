@@ -20,11 +20,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
     COMPONENTS,
     InputPair,
-    Metric,
     Node,
     clean_and_corrupted,
     graph_of,
@@ -38,6 +38,7 @@ from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum, resid_name
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import require_prompts
 from mechinterp.models.run.linear_edges import EdgeMaps
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -195,10 +196,9 @@ def attribute_edges(
     """
     require_prompts(prompts, "attribute_edges")
     predictor = predictor_of(source)
-    hooked = predictor.hooked
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
-    graph_of(hooked, nodes)  # refused before prompts are drawn
+    graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
     clean, corrupted = clean_and_corrupted(
         source,
         prompts,
@@ -208,14 +208,12 @@ def attribute_edges(
         n_prompts=n_prompts,
         seed=seed,
     )
-    if isinstance(hooked.model, ModuleHooks):
-        query_positions(hooked, clean)
-        require_sum(hooked, hooked.inputs(clean))
-    pair = InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
-    if isinstance(hooked.model, ModuleHooks):
-        read = [name for node in pair.receivers for name in (node.hook, node.stream)]
-        require_gradients(hooked, hooked.inputs(clean[:2]), read)
-    weights = None if predictor.is_hooked else predictor.weights
+    pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
+    return _effects_of(pair, None if predictor.is_hooked else predictor.weights, ig_steps)
+
+
+def _effects_of(pair: InputPair, weights: Weights | None, ig_steps: int) -> EdgeEffects:
+    """Effects of all edges, by maps of the tokens where the weights are those of a linear stack."""
     if weights is not None and weights.model.stack == "linear":
         estimate, patched = _by_maps(pair, weights, ig_steps)
     else:
@@ -230,6 +228,20 @@ def attribute_edges(
         tuple(node.name for node in each) for each in (pair.senders, pair.receivers)
     )
     return EdgeEffects(ig_steps, senders, receivers, **measured)
+
+
+def _checked_pair(
+    hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None, nodes: str
+) -> InputPair:
+    """The model on both kinds of prompts; a hooked module must have a stream that sums its outputs, and gradients."""
+    if not isinstance(hooked.model, ModuleHooks):
+        return InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
+    query_positions(hooked, clean)
+    require_sum(hooked, hooked.inputs(clean))
+    pair = InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
+    read = [name for node in pair.receivers for name in (node.hook, node.stream)]
+    require_gradients(hooked, hooked.inputs(clean[:2]), read)
+    return pair
 
 
 @torch.no_grad()

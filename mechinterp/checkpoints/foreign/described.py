@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.assemble import Tried
 from mechinterp.checkpoints.foreign.candidates import Case, refinements
 from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.options import flag_of
 from mechinterp.checkpoints.foreign.proof import Proof
 from mechinterp.checkpoints.foreign.renaming import unused_names
-from mechinterp.checkpoints.foreign.score import LazyReadings, Reading, Tried
+from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
 from mechinterp.checkpoints.foreign.settings import Stored
 from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.config import ExperimentConfig

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
+from mechinterp.checkpoints.foreign.assemble import Tried
 from mechinterp.checkpoints.foreign.candidates import (
     Case,
     FileFacts,
@@ -38,13 +39,7 @@ from mechinterp.checkpoints.foreign.recognised import recognised
 from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
 from mechinterp.checkpoints.foreign.refusals import of_file
 from mechinterp.checkpoints.foreign.renaming import mapped
-from mechinterp.checkpoints.foreign.score import (
-    LazyReadings,
-    Reading,
-    Tried,
-    better_packing,
-    try_cases,
-)
+from mechinterp.checkpoints.foreign.score import LazyReadings, Reading, better_packing, try_cases
 from mechinterp.checkpoints.foreign.settings import TASK_KEY, Stored
 from mechinterp.checkpoints.io.files import CheckpointError
 

@@ -7,7 +7,6 @@ file's names, and `hook_module` finds its heads as it does in the layers of thos
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ from mechinterp.checkpoints.io.tensor_files import folder_file, read_file
 from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames, Form, names_within
 
 _CONFIG = "config.json"
+_MOST_PARENTS = 64
+"""Largest number of modules around a tensor; a larger value would only serve broken names."""
 _Settings = Mapping[str, object]
 
 
@@ -107,7 +108,7 @@ def recurrent_module(
 
     Args:
         weights: State dict, or path of a file or folder with one.
-        config: _Settings in the words of the layer's class, where the weights do not show them; None: those of config.json
+        config: Settings in the words of the layer's class, where the weights do not show them; None: those of config.json
             beside the file. A setting that is not stated has the default of the class.
         residual: True: a layer's output is added to the stream. False: it replaces the stream.
     Raises:
@@ -133,14 +134,19 @@ def recurrent_module(
         file, (tensors, _) = folder_file(path) if path.is_dir() else (path, read_file(path))
         beside = file.parent / _CONFIG
         if config is None and beside.is_file():
-            stated = cast(dict[str, Any], read_json(beside))
-            config = {**stated, **(stated.get("text_config") or {})}
+            stated = read_json(beside)
+            if not isinstance(stated, dict):
+                raise ValueError(f"{_CONFIG} beside the weights must hold a mapping of settings.")
+            inner = stated.get("text_config")  # settings of the language model of a larger one
+            config = {**stated, **(inner if isinstance(inner, dict) else {})}
         return _model_of(tensors, config or {}, residual=residual)
 
 
 def _model_of(tensors: Mapping[str, Tensor], config: _Settings, *, residual: bool) -> nn.Module:
     for name, tensor in tensors.items():
         require_numbers(tensor, name)
+        if name.count(".") > _MOST_PARENTS:
+            raise ValueError(f"{shown(name)} must lie within {_MOST_PARENTS} modules or fewer.")
     tree = _tree(tensors, config)
     layers = [name for name, part in tree.named_modules() if isinstance(part, RecurrentLayer)]
     if not layers:
@@ -199,11 +205,18 @@ def _tree(tensors: Mapping[str, Tensor], config: _Settings) -> nn.Module:
 def _holding(
     module: nn.Module, children: Mapping[str, nn.Module], own: Mapping[str, nn.Parameter]
 ) -> nn.Module:
-    """The module with these children and parameters."""
-    for name, child in children.items():
-        module.add_module(name, child)
-    for name, parameter in own.items():
-        module.register_parameter(name, parameter)
+    """The module with these children and parameters.
+
+    Raises:
+        ValueError: If a name is taken or empty.
+    """
+    try:
+        for name, child in children.items():
+            module.add_module(name, child)
+        for name, parameter in own.items():
+            module.register_parameter(name, parameter)
+    except KeyError as error:
+        raise ValueError(f"a tensor has a name that no module can have: {error.args[0]}.") from None
     return module
 
 
@@ -248,7 +261,12 @@ class RecurrentLayer(nn.Module):
             _weight(children[name])
         self.num_v_heads = _n_heads(names, children)
         self.num_k_heads = self._key_heads(config)
-        self.head_v_dim = _weight(children[names.output]).shape[1] // self.num_v_heads
+        width = _weight(children[names.output]).shape[-1]
+        if self.num_v_heads == 0 or width % self.num_v_heads:
+            raise ValueError(
+                f"{names.output} must take a multiple of the {self.num_v_heads} heads, got {width} entries."
+            )
+        self.head_v_dim = width // self.num_v_heads
         self.gate_logit_normalizer = _number(config, "gate_logit_normalizer", 16)
         self.lambda_lower_bound = _number(config, "lambda_lower_bound", 0.25)
         self.form = self._form(config)
@@ -340,7 +358,7 @@ def _weight(module: nn.Module) -> nn.Parameter:
     Raises:
         ValueError: If it holds something else.
     """
-    if not isinstance(module, _Weighted):
+    if not isinstance(module, _Weighted) or module.weight.ndim == 0:
         listed = ", ".join(name for name, _ in module.named_parameters())
         raise ValueError(f"projections and norms must be one weight with or without bias, got {listed}; {HOOK}.")  # fmt: skip
     return module.weight

@@ -111,7 +111,7 @@ def visible(text: str) -> str:
     )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Message of an external exception on one line; for system errors without the error number."""
     if isinstance(error, OSError) and error.strerror:
         named = "" if error.filename is None else f": {error.filename}"

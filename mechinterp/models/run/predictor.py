@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -119,6 +120,8 @@ def learner_of(source: Source | Learner) -> Learner:
 def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer batch d_y"]:
     """Predictions of a function of prompts after every layer that it gives; one layer if it gives [batch, d_y].
 
+    A function that does not run in float64, such as that of a model in float32, gets prompts in float32.
+
     Raises:
         ValueError: If it gives anything else than an array of numbers of such a shape.
     Example:
@@ -127,7 +130,7 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
         >>> after_layers(lambda prompts: prompts.y[:, 0].numpy(), prompts).shape
         torch.Size([1, 3, 1])
     """
-    predictions: object = learner(prompts)
+    predictions: object = output_of(learner, prompts)
     got: object = type(predictions).__name__
     if isinstance(predictions, np.ndarray) and predictions.dtype.kind == "f":
         predictions = torch.from_numpy(predictions)
@@ -140,6 +143,17 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
     raise ValueError(
         f"A function of prompts must give predictions [{n}, {d_y}] or [layer, {n}, {d_y}], got {got}."
     )
+
+
+def output_of(learner: Learner, prompts: Prompts) -> Any:
+    """What a function of prompts gives; for prompts in float32 if it does not run in float64."""
+    try:
+        return learner(prompts)
+    except RuntimeError:
+        if prompts.x.dtype == torch.float64:
+            with suppress(RuntimeError):
+                return learner(prompts.to(torch.float32))
+        raise
 
 
 def predictions_after(
