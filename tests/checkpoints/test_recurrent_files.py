@@ -19,6 +19,8 @@ FLASH = {
     "MesaNet": FlashLinear("mesa", conv="qk"),
     "SimpleGatedLinearAttention": FlashLinear("gated"),
     "SimpleGatedLinearAttention, convolution": FlashLinear("gated", conv="qkv"),
+    "GatedLinearAttention": FlashLinear("gated by channel"),
+    "GatedLinearAttention, convolution": FlashLinear("gated by channel", conv="qkv"),
 }
 
 
@@ -38,7 +40,9 @@ def config_of(name: str) -> dict[str, object]:
     """Settings that differ from the defaults; norms of the stand-ins for flash-linear-attention add the smallest number."""
     if name in KEY_HEADS:
         return {"linear_num_key_heads": KEY_HEADS[name]}
-    return {"norm_eps": torch.finfo(torch.float32).eps}
+    eps = {"norm_eps": torch.finfo(torch.float32).eps}
+    by_channel = {"num_heads": HEADS, "gate_logit_normalizer": 2}
+    return eps | by_channel if name.startswith("GatedLinear") else eps
 
 
 @pytest.mark.parametrize("name", [*KEY_HEADS, *FLASH])
@@ -130,6 +134,8 @@ def test_a_layer_may_replace_the_stream():
         ("DeltaNet", {"qk_norm": "sum"}, ("qk_norm", "l2", "sum")),
         ("DeltaNet", {"qk_activation": "identity"}, ("qk_activation", "silu", "identity")),
         ("SimpleGatedLinearAttention", {"gate_fn": "relu"}, ("gate_fn", "swish", "relu")),
+        ("GatedLinearAttention", {}, ("num_heads", "None")),
+        ("GatedLinearAttention", {"num_heads": 4, "clamp_min": -1.0}, ("clamp_min", "None", "-1")),
         ("DeltaNet", {"norm_eps": "small"}, ("norm_eps", "> 0", "small")),
     ],
 )
