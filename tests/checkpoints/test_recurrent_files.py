@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp import hook_module, load, recurrent_module, response
-from tests.conftest import refused
+from mechinterp import ablate, hook_module, load, recurrent_module, response
+from tests.conftest import Run, refused
 from tests.models.test_delta_layers import HEADS, LAYERS, TASK, FlashLinear, Model, prompts
 
 KEY_HEADS = {"Qwen3-Next": 2, "Qwen3.5": 2, "OLMo Hybrid": 4}
@@ -194,3 +194,24 @@ def test_load_names_the_door_for_these_files(name: str, tmp_path: Path):
     save_file(model_of(name).state_dict(), file)
     with refused("recurrent layers", "recurrent_module"):
         load(file)
+
+
+def test_commands_take_these_files_as_modules(run: Run, tmp_path: Path):
+    model, file = model_of("Qwen3-Next"), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), file)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen3-Next")))
+    (tmp_path / "task.json").write_text(
+        json.dumps({"d_x": TASK.d_x, "context_length": TASK.context_length})
+    )
+    stated = ("--task", tmp_path / "task.json", "--n-prompts", 32, "--json", "--quiet")
+    hooked = hook_module(model, task={"d_x": TASK.d_x, "context_length": TASK.context_length})
+    shown = run("ablate", file, *stated).done().document
+    assert (shown["path"], shown["format"]) == (str(file), "module")
+    rises = ablate(hooked, n_prompts=32).to_frame()["rise"]
+    found = [row["rise"] for row in shown["heads"]]
+    assert found == pytest.approx(rises.tolist(), rel=1e-4, abs=1e-7)
+    assert "module" in run("check", file, *stated).done().document["model"]
+    run("ablate", file, "--score", "linear").assert_refused(str(file), "score", "hook_module")
+    run("convert", file, "--to", "npz", "--out", tmp_path / "x.npz").assert_refused(
+        "recurrent layers"
+    )
