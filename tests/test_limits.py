@@ -7,8 +7,10 @@ import torch
 
 from mechinterp import (
     classify,
+    compare_learners,
     local_learning_coefficient,
     name_algorithm,
+    probe,
     response,
     sample_prompts,
 )
@@ -94,8 +96,20 @@ def test_x_of_zeros_has_a_label_and_no_response():
     expected = 1 - (unexplained.square().sum() / own.square().sum()).item()
     assert answer.near.r2[0] == pytest.approx(expected, abs=1e-6)
     assert "kernel" in repr(answer)
+    row = compare_learners(model, zero).to_frame().set_index("learner").loc["kernel_head"]
+    assert row.setting == 0
+    assert row.r2 == pytest.approx(expected, abs=1e-6)
     with refused("x other than 0"):
         response(model, zero)
+
+
+def test_a_query_of_zeros_has_no_r2_and_no_warning():
+    model = load("softmax-h2-s0")
+    drawn = sample_prompts(model, 256)
+    zero = replace(drawn, x_query=torch.zeros_like(drawn.x_query))
+    none = torch.zeros_like(drawn.y_query)
+    found = probe(model, replace(zero, y_query=none, y_query_clean=none)).to_frame()
+    assert found.r2.isna().all()
 
 
 @pytest.mark.parametrize("name", ["classify", "response", "compare-learners", "ablate"])

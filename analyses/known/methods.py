@@ -1,7 +1,8 @@
 """Methods scored on version 2 of the suite of known answers, each against every truth.
 
 A method is a function of an entry without its truth. docs/results/known_answers.md has the formula of each.
-Run: python -m analyses.known.methods [FOLDER] (an hour); it writes a submission for each method that has none."""
+Run: python -m analyses.known.methods [FOLDER] (an hour); it writes a submission for each method that has none, so that a
+run which was stopped goes on."""
 
 import re
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from analyses.known import gradients, masking
-from analyses.known.alignment import alignment
+from analyses.known.alignment import alignment_of_asked
 from analyses.known.gradients import Answer
 from analyses.known.pruning import edge_pruning_of_large
 from mechinterp import classify, name_algorithm
@@ -66,7 +67,7 @@ def methods_of(known: Suite) -> Mapping[str, Method]:
         "Shapley masking": masking.shapley,
         "attention weight": masking.attention_weight,
         "edge pruning": edge_pruning_of_large,
-        "distributed alignment": alignment,
+        "distributed alignment": alignment_of_asked,
         **{f"random {n}": partial(masking.random_order, seed=n) for n in range(N_RANDOM)},
         "label of this package": label,
         "singular vectors": components,

@@ -12,6 +12,8 @@ from mechinterp.analysis.number_format import narrow_cell
 
 CLOSE = 0.98
 """R² from which on a learner explains a layer."""
+CLOSE_GATE = 0.002
+"""Difference of a gate from rho up to which it counts as rho."""
 SCALARS = {"gated": "eta", "gated_delta": "eta", "mesa": "penalty"}
 """Scalar of a rule beside alpha."""
 NAMELESS = ("undetermined", "unstructured")
@@ -24,7 +26,8 @@ FUNCTIONS = {
 LAYERS = {
     "first": "calibration_trained_first",
     "second": "calibration_trained_second",
-    "third": "calibration_trained",
+    "third": "calibration_trained_third",
+    "fourth": "calibration_trained",
 }
 """Files of the draws of the calibration along the pairs."""
 
@@ -51,6 +54,31 @@ def functions(results: Path) -> str:
     header = ("Draw", "Functions", "Named", "Wrong label (95% interval)")
     last = ("Right label, wrong scalars", "Members without label", "Near misses named")
     return markdown((*header, *last), rows)
+
+
+def gates(results: Path) -> str:
+    """Sentence on the gates of gated delta layers that drift, in all draws and among the shipped models."""
+    tables = [pd.read_csv(results / "recurrent" / f"{name}.csv") for name in LAYERS.values()]
+    drawn = pd.concat(tables).query("family == 'gated-delta' and drift < 1")[["drift", "gate"]]
+    shipped = _rows(results).query("score == 'gated_delta' and drift < 1")
+    shipped = shipped.rename(columns={"weights_alpha": "gate"})[["drift", "gate"]]
+    layers = pd.concat([drawn, shipped])
+    near = (layers.gate - layers.drift).abs() <= CLOSE_GATE
+    low, high = layers.drift.min(), layers.drift.max()
+    return (
+        f"Gated delta layers forget by ρ: of {len(layers)} that were trained on tasks of ρ {low:.3f} to {high:.3f}, {near.sum()} have a "
+        f"gate within {CLOSE_GATE} of ρ."
+    )
+
+
+def ends(results: Path) -> str:
+    """Sentence on how far the trainings of the draws were from their end."""
+    texts = []
+    for draw, name in LAYERS.items():
+        table = pd.read_csv(results / "recurrent" / f"{name}.csv")
+        longer = (100 * (table.loss_half / table.loss - 1)).round(1) + 0.0  # no -0.0
+        texts.append(f"{longer.min():.1f}% to {longer.max():.1f}% ({draw})")
+    return f"After half of the updates the loss was larger by {', '.join(texts)}."
 
 
 def layers(results: Path) -> str:

@@ -1,6 +1,6 @@
 """Modules that take the heads' outputs side by side: by their names, or else by what a run multiplies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -160,17 +160,8 @@ def _is_product(node: Any) -> bool:
 
 def _made_of_scores(node: Any) -> bool:
     """True if a softmax or a product of batches lies behind a value, before any projection."""
-    seen, ahead = set(), [node]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _name(node) == _SOFTMAX or _is_product(node):
-            return True
-        if _name(node) not in _PROJECTIONS:
-            ahead.extend(each for each, _ in node.next_functions)
-    return False
+    made_of = _walked(node, lambda each: _name(each) not in _PROJECTIONS)
+    return any(_name(each) == _SOFTMAX or _is_product(each) for each in made_of)
 
 
 def _is_parameter(name: str) -> ValueError:
@@ -255,13 +246,18 @@ def _name(node: Any) -> str:
 
 def _behind(node: Any, passed: set[str]) -> Iterator[Any]:
     """Operations behind a value, with those of these names passed through."""
+    walked = _walked(node, lambda each: _name(each) in passed)
+    return (each for each in walked if _name(each) not in passed)
+
+
+def _walked(node: Any, on: Callable[[Any], bool]) -> Iterator[Any]:
+    """A value's operation, and those behind each operation for which `on` is true."""
     seen, ahead = set(), [node]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _name(node) in passed:
+        yield node
+        if on(node):
             ahead.extend(each for each, _ in node.next_functions)
-        else:
-            yield node

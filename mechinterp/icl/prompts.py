@@ -7,7 +7,6 @@ on the same prompts.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 
 import numpy as np
 import torch
@@ -16,13 +15,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mechinterp.config import CovarianceConfig, TaskConfig
-from mechinterp.config.vectors import generator_for, task_vectors
+from mechinterp.config.vectors import generator_for
+from mechinterp.icl.draws import data_of, number_sizes, responses_of
+from mechinterp.icl.tables import fitting_tensors, rows_of_table
 from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
 IDENTITY = CovarianceConfig()
-TEST_ROWS = 4
-"""One row in this many of a table of data is for tests."""
 Numbers = Callable[[int, torch.Generator], Tensor]
 """Function of a size and a generator that draws standard normal numbers."""
 
@@ -83,26 +82,7 @@ class Prompts:
             Prompts(8 of 5 pairs, d_x=3, d_y=1, torch.float64, without task vectors)
         """
         needed = {"x": x, "y": y, "x_query": x_query, "y_query": y_query}
-        further = {"beta": beta, "y_query_clean": y_query_clean}
-        given = needed | {name: array for name, array in further.items() if array is not None}
-        tensors = {name: _tensor(name, array) for name, array in given.items()}
-        shape = tensors["x"].shape
-        if len(shape) != 3 or 0 in shape:
-            raise ValueError(f"x must have shape [batch, L, d_x] without zeros, got {list(shape)}.")
-        batch, length, d_x = shape
-        start = {"y": (batch, length), "x_query": (batch, d_x), "beta": (batch, d_x)}
-        for name, tensor in tensors.items():
-            want = start.get(name, (batch,))
-            if name in ("y", "y_query", "beta", "y_query_clean") and tensor.ndim == len(want):
-                tensors[name] = tensor = tensor[..., None]
-            d_y = tensors["y"].shape[2:3] if name != "y" else tensor.shape[2:]
-            full = shape if name == "x" else want if name == "x_query" else (*want, *d_y)
-            if tuple(tensor.shape) != tuple(full) or not tensor.numel():
-                raise ValueError(
-                    f"{name} must have shape {[*full]} for x of shape {[*shape]}, got {list(tensor.shape)}."
-                )
-        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-        tensors = {name: tensor.to(tensors["x"].device, dtype) for name, tensor in tensors.items()}
+        tensors = fitting_tensors(needed, {"beta": beta, "y_query_clean": y_query_clean})
         clean = tensors["y_query"]
         if "beta" in tensors:
             clean = (tensors["x_query"][:, None] @ tensors["beta"])[:, 0]
@@ -139,22 +119,8 @@ class Prompts:
             >>> Prompts.from_table(x, x.sum(1), context_length=20, n_prompts=8)
             Prompts(8 of 20 pairs, d_x=3, d_y=1, torch.float64, without task vectors)
         """
-        table = {"x": _tensor("x", x).cpu(), "y": _tensor("y", y).cpu()}
-        if table["y"].ndim == 1:
-            table["y"] = table["y"][:, None]
-        train, test = _split(table["x"], table["y"], context_length)
-        if n_prompts < 1:
-            raise ValueError(f"n_prompts must be >= 1, got {n_prompts}.")
-        generator = generator_for(seed, "eval", 0)
-        order = torch.randperm(train + test, generator=generator, device="cpu")
-        pool = order[test:]
-        if standardise:
-            table = {name: _standardised(name, each, pool) for name, each in table.items()}
-        places = torch.rand(n_prompts, train, generator=generator, device="cpu").argsort(1)
-        pairs = pool[places[:, :context_length]]
-        query = order[torch.randint(test, (n_prompts,), generator=generator, device="cpu")]
-        x_all, y_all = table["x"], table["y"]
-        return cls.from_arrays(x_all[pairs], y_all[pairs], x_all[query], y_all[query])
+        rows = rows_of_table(x, y, context_length, n_prompts, seed, standardise)
+        return cls.from_arrays(*rows)
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
@@ -303,7 +269,7 @@ class Prompts:
         """
         if self.drifting is None:
             return self.x @ self.task_vectors(purpose)
-        return _responses(self.x, self.drifting[:, :-1].to(self.x))
+        return responses_of(self.x, self.drifting[:, :-1].to(self.x))
 
     def with_next_task(self, purpose: str) -> "Prompts":
         """The same covariates with the task vectors and the noise of the next prompt; y_query is that without noise.
@@ -325,44 +291,6 @@ class Prompts:
         return Prompts(**{n: None if v is None else change(v) for n, v in values.items()})  # type: ignore[arg-type]
 
 
-def _responses(
-    x: Float[Tensor, "batch n_pairs d_x"], beta: Float[Tensor, "batch n_pairs d_x d_y"]
-) -> Float[Tensor, "batch n_pairs d_y"]:
-    """Responses of task vectors that differ between pairs."""
-    return (x[..., None, :] @ beta)[..., 0, :]
-
-
-def _noise_size(
-    task: TaskConfig, n_prompts: int, like: Tensor, generator: torch.Generator
-) -> float | Float[Tensor, "batch 1 1"]:
-    """Standard deviation of the noise, one for each prompt if there are several levels."""
-    if isinstance(task.noise_var, float):
-        return task.noise_var**0.5
-    # Drawn last: covariates and task vectors equal those of a task with one noise level.
-    place = torch.rand(n_prompts, generator=generator, device=like.device, dtype=torch.float64)
-    variances = torch.tensor([v for v, _ in task.noise_var], dtype=torch.float64)
-    weights = torch.tensor([weight for _, weight in task.noise_var], dtype=torch.float64)
-    rows = torch.bucketize(place, weights.cumsum(0)[:-1].to(like.device), right=True)
-    return variances.sqrt().to(like)[rows][:, None, None]
-
-
-def _drifting_vectors(
-    task: TaskConfig,
-    first: Float[Tensor, "batch d_x d_y"],
-    n_pairs: int,
-    generator: torch.Generator,
-) -> Float[Tensor, "batch n_pairs d_x d_y"]:
-    """Task vectors of each pair: w_l = rho w_{l-1} + sqrt(1 - rho^2) xi_l, with xi_l of the law of the first."""
-    # Drawn last: covariates, noise and first task vector equal those of the task without drift.
-    fresh = torch.empty((n_pairs - 1, *first.shape), device=first.device, dtype=first.dtype)
-    fresh.normal_(generator=generator)
-    scale = (task.beta_variance * (1 - task.drift**2)) ** 0.5
-    vectors = [first]
-    for change in fresh:
-        vectors.append(task.drift * vectors[-1] + scale * change)
-    return torch.stack(vectors, dim=1)
-
-
 def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
     """Rows of prompts without repetitions; of several prompts, rows that are equal in all of them are repetitions."""
     first = prompts[0].x_query
@@ -371,60 +299,6 @@ def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
     tokens = np.concatenate([each.tokens.flatten(1).numpy(force=True) for each in prompts], axis=1)
     rows = {row.tobytes(): at for at, row in reversed(list(enumerate(tokens)))}
     return torch.tensor(sorted(rows.values()), device=first.device)
-
-
-def _tensor(name: str, values: ArrayLike) -> Tensor:
-    """Real, finite tensor; whole numbers become float64."""
-    try:
-        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} must be an array of numbers, got {type(values).__name__}."
-        ) from None
-    if tensor.is_complex():
-        raise ValueError(f"{name} must hold real numbers, got {tensor.dtype}.")
-    if not tensor.is_floating_point():
-        tensor = tensor.double()
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
-    return tensor
-
-
-def _split(x: Tensor, y: Tensor, context_length: int) -> tuple[int, int]:
-    """Numbers of rows of a table for pairs and for tests.
-
-    Raises:
-        ValueError: If the shapes do not fit, or there are too few rows.
-    """
-    shapes = [list(each.shape) for each in (x, y)]
-    if any(len(shape) != 2 for shape in shapes) or len(x) != len(y):
-        raise ValueError(
-            f"x and y must have shapes [row, d_x] and [row, d_y], got {shapes[0]} and {shapes[1]}."
-        )
-    test = len(x) // TEST_ROWS
-    train = len(x) - test
-    if test < 1 or not 1 <= context_length <= train:
-        raise ValueError(
-            f"context_length must lie in 1 to {train}, the rows that are not for tests (1 in {TEST_ROWS} "
-            f"is), got {context_length}."
-        )
-    return train, test
-
-
-def _standardised(
-    name: str, values: Float[Tensor, "row column"], rows: Int[Tensor, " some"]
-) -> Float[Tensor, "row column"]:
-    """Columns with mean 0 and variance 1 over some rows.
-
-    Raises:
-        ValueError: If a column is constant.
-    """
-    mean, std = values[rows].mean(0), values[rows].std(0, correction=0)
-    if not (std > 0).all():
-        raise ValueError(
-            f"{name} must vary in every column to be standardised, got a constant one."
-        )
-    return (values - mean) / std
 
 
 def ordinary(tensor: Tensor) -> Tensor:
@@ -498,66 +372,24 @@ def draw_prompts(
         needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
     require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
     # One draw for everything: starting the generator costs more than its numbers.
-    size = n_prompts * sum(_number_sizes(task, length))
+    size = n_prompts * sum(number_sizes(task, length))
     if numbers is None:
         normal = torch.empty(size, device=generator.device, dtype=dtype)
         normal.normal_(generator=generator)
     else:
         normal = numbers(size, generator)
-    return _prompts_of(task, normal, length, generator, new_tasks=new_tasks)
-
-
-def _number_sizes(task: TaskConfig, context_length: int) -> tuple[int, int, int]:
-    """How many standard normal numbers a prompt takes for its covariates, its noise and its task vectors."""
-    n_tokens, n_vectors = context_length + 1, 1 if task.shared_beta else task.d_y
-    return n_tokens * task.d_x, n_tokens * task.d_y, task.d_x * n_vectors
-
-
-def _prompts_of(
-    task: TaskConfig,
-    normal: Float[Tensor, " number"],
-    context_length: int,
-    generator: torch.Generator,
-    *,
-    new_tasks: bool,
-) -> Prompts:
-    """Prompts made of standard normal numbers: covariates of all prompts, then noise, then task vectors.
-
-    Args:
-        generator: Random generator of what is drawn after these numbers: places in a pool, supports, levels of noise, drift.
-    """
-    sizes, n_tokens = _number_sizes(task, context_length), context_length + 1
-    n_prompts = len(normal) // sum(sizes)
-    x_draw, noise_draw, beta_draw = normal.split([n_prompts * size for size in sizes])
-    x_all = x_draw.view(n_prompts, n_tokens, task.d_x)
+    root = None
     if task.covariance != IDENTITY:
         root = np.linalg.cholesky(covariance_matrix(task.covariance, task.d_x))
-        x_all = x_all @ torch.as_tensor(root.T, dtype=normal.dtype, device=normal.device)
-    if task.n_tasks is None or new_tasks:
-        beta = task_vectors(task, beta_draw.view(n_prompts, task.d_x, -1), generator)
-    else:
-        # Drawn last: covariates and noise equal those with fresh task vectors.
-        shape, device = (n_prompts,), normal.device
-        rows = torch.randint(task.n_tasks, shape, generator=generator, device=device)
-        beta = task.pool().to(normal)[rows]
-    noise = noise_draw.view(n_prompts, n_tokens, task.d_y) * _noise_size(
-        task, n_prompts, normal, generator
-    )
-    drifting = None
-    if task.drift == 1:
-        clean = x_all @ beta
-    else:
-        drifting = _drifting_vectors(task, beta, n_tokens, generator)
-        clean = _responses(x_all, drifting)
-    y_all = clean + noise
+    data = data_of(task, normal, length, generator, root=root, new_tasks=new_tasks)
     return Prompts(
-        x=x_all[:, :-1],
-        y=y_all[:, :-1],
-        x_query=x_all[:, -1],
-        y_query=y_all[:, -1] if task.query_noise else clean[:, -1],
-        y_query_clean=clean[:, -1],
-        beta=beta if drifting is None else None,
-        drifting=drifting,
+        x=data.x[:, :-1],
+        y=data.y[:, :-1],
+        x_query=data.x[:, -1],
+        y_query=data.y[:, -1] if task.query_noise else data.clean[:, -1],
+        y_query_clean=data.clean[:, -1],
+        beta=data.beta,
+        drifting=data.drifting,
     )
 
 

@@ -36,8 +36,9 @@ class Memory:
     """Score of the model: "gated", "delta", "gated_delta" or "mesa"."""
     k: Float[Tensor, "batch key head d_head"]
     v: Float[Tensor, "batch key head d_value"]
-    gate: Float[Tensor, "one_or_batch key head"] | None
-    """Factor that is left of the state when the token is written, in (0, 1]; None: 1."""
+    gate: Float[Tensor, "one_or_batch key head *d_head"] | None
+    """Factor that is left of the state when the token is written, in (0, 1]; None: 1. With a last axis each coordinate of the
+    keys has its own, "gated" only."""
     beta: Float[Tensor, "one_or_batch key head"] | None
     """Strength with which the token is written, in (0, 1); None: 1."""
     ridge: Float[Tensor, "head d_head"] | None
@@ -55,8 +56,11 @@ class Memory:
             tensor([1., 9.])
         """
         left = self._left(n_written)
-        asked = self._asked(q, left).transpose(1, 2) @ self._keys.mT
-        return ((left * asked) @ self._written).transpose(1, 2)
+        if left.ndim == 5:
+            weights = torch.einsum("brhd,bkhd,bhrkd->bhrk", q, self.k, left)
+        else:
+            weights = left * (self._asked(q, left).transpose(1, 2) @ self._keys.mT)
+        return (weights @ self._written).transpose(1, 2)
 
     def pattern(
         self, q: Float[Tensor, "batch row head d_head"], n_written: range
@@ -69,12 +73,15 @@ class Memory:
     def states(self, n_written: range) -> Float[Tensor, "batch row head d_head d_value"]:
         """States after these numbers of tokens, from zero states."""
         left = self._left(n_written)
-        states = torch.einsum("bhrk,bkhd,bhkv->brhdv", left, self.k, self._written)
+        channel = "d" if left.ndim == 5 else ""
+        states = torch.einsum(f"bhrk{channel},bkhd,bhkv->brhdv", left, self.k, self._written)
         return states if self.rule != "mesa" else torch.linalg.solve(self._gram(left), states)
 
     def steps(self) -> Float[Tensor, "batch key head d_head d_head"]:
         """Matrices M_t by which a change of the state before a token passes to the state after it."""
         identity = torch.eye(self.k.shape[-1], dtype=self.k.dtype, device=self.k.device)
+        if self.gate is not None and self.gate.ndim == 4:
+            return torch.diag_embed(self.gate.expand(self.k.shape))
         kept = self.k.new_ones(()) if self.gate is None else self.gate[..., None, None]
         if self.rule == "mesa":
             gram = self._gram(self._left(range(self.k.shape[1] + 1)))
@@ -119,21 +126,23 @@ class Memory:
         return self.k.transpose(1, 2)
 
     @cached_property
-    def _kept(self) -> Float[Tensor, "one_or_batch head after key"]:
-        """D_ts: the part of what token s wrote that is left after token t; 0 for later tokens."""
+    def _kept(self) -> Float[Tensor, "one_or_batch head after key *d_head"]:
+        """D_ts: the part of what token s wrote that is left after token t, of each coordinate if gates have an axis for them;
+        0 for later tokens."""
         n_keys = self.k.shape[1]
         if self.gate is None:
             ones = torch.ones(n_keys, n_keys, dtype=self.k.dtype, device=self.k.device)
             return ones.tril()[None, None]
         total = self.gate.clamp_min(SMALLEST_GATE).log().cumsum(1).transpose(1, 2)
-        between = total[..., :, None] - total[..., None, :]
+        between = total[:, :, :, None] - total[:, :, None]
         later = torch.ones(n_keys, n_keys, dtype=torch.bool, device=between.device).triu(1)
+        later = later if between.ndim == 4 else later[..., None]
         return between.masked_fill(later, -torch.inf).exp()
 
-    def _left(self, n_written: range) -> Float[Tensor, "one_or_batch head row key"]:
+    def _left(self, n_written: range) -> Float[Tensor, "one_or_batch head row key *d_head"]:
         """D of the last written token, for each row; zeros where none is written."""
-        rows = slice(n_written.start, n_written.stop, n_written.step)
-        return pad(self._kept, (0, 0, 1, 0))[:, :, rows]
+        rows, kept = slice(n_written.start, n_written.stop, n_written.step), self._kept
+        return pad(kept, (0, 0) * (kept.ndim - 3) + (1, 0))[:, :, rows]
 
 
 def gates_of(

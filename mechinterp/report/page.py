@@ -102,18 +102,14 @@ def write_report(
     require_free_folder(out, overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
+    of_one = {"analyses": analyses, "prompts": prompts, "task": task}
     if isinstance(checkpoint, Sequence):
-        for option, value in (("analyses", analyses), ("prompts", prompts), ("task", task)):
-            if value is not None:
-                raise ValueError(f"{option} need one checkpoint, got {len(checkpoint)}.")
         models = sorted(checkpoint, key=lambda each: natural(each.name))
-        name, about = (
-            f"Comparison of {counted(len(models), 'model')}",
-            ", ".join(m.name for m in models),
-        )
+        _require_none(of_one, len(models))
+        name = f"Comparison of {counted(len(models), 'model')}"
+        about, loss = ", ".join(m.name for m in models), ""
         number = DEFAULT_NUMBER if n_prompts is None else n_prompts
         verdict, sections = _comparison(models, out, left_out or {}, number, seed)
-        loss = ""
     elif not hasattr(checkpoint, "in_words"):
         raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
     else:
@@ -125,6 +121,13 @@ def write_report(
     return write_page(
         out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
     )
+
+
+def _require_none(options: Mapping[str, object], n_models: int) -> None:
+    """Refuse options of a page about one model."""
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} need one checkpoint, got {n_models}.")
 
 
 def _comparison(

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from analyses.recurrent.learners import recursive as weighted
+from analyses.recurrent.learners import times
 from mechinterp import TaskConfig, response, sample_prompts
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.response.gate import Gate, gate_of
+from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, without_path
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.along_pairs import ALONG_PAIRS
@@ -105,3 +108,17 @@ def test_names_are_gated_unless_the_pairs_are_a_set_to_rounding() -> None:
     assert along.measured.gate is not None
     assert along.measured.gate.reading == "online"
     assert along.label == "online_gd"
+
+
+@pytest.mark.slow
+def test_names_have_a_gate_although_few_of_their_prompts_are_effective() -> None:
+    """Strong forgetting of seven entries: a few prompts make up most of the squared predictions."""
+    task = TaskConfig(d_x=7, context_length=28, noise_var=0.05, drift=0.92)
+    learner = times(weighted(0.65, 0.5), task.drift)
+    with pytest.raises(FewPromptsError):
+        response(learner, task=task, n_prompts=256)
+    found = name_algorithm(learner, task=task)
+    assert found.label == "recursive_least_squares"
+    assert found.measured.gate is not None
+    assert found.measured.gate.reading == "recursive least squares"
+    np.testing.assert_allclose(found.scalars(found.label), [0.65, 0.5], atol=1e-3)

@@ -19,6 +19,8 @@ FLASH = {
     "MesaNet": FlashLinear("mesa", conv="qk"),
     "SimpleGatedLinearAttention": FlashLinear("gated"),
     "SimpleGatedLinearAttention, convolution": FlashLinear("gated", conv="qkv"),
+    "GatedLinearAttention": FlashLinear("gated by channel"),
+    "GatedLinearAttention, convolution": FlashLinear("gated by channel", conv="qkv"),
 }
 
 
@@ -38,7 +40,9 @@ def config_of(name: str) -> dict[str, object]:
     """Settings that differ from the defaults; norms of the stand-ins for flash-linear-attention add the smallest number."""
     if name in KEY_HEADS:
         return {"linear_num_key_heads": KEY_HEADS[name]}
-    return {"norm_eps": torch.finfo(torch.float32).eps}
+    eps = {"norm_eps": torch.finfo(torch.float32).eps}
+    by_channel = {"num_heads": HEADS, "gate_logit_normalizer": 2}
+    return eps | by_channel if name.startswith("GatedLinear") else eps
 
 
 @pytest.mark.parametrize("name", [*KEY_HEADS, *FLASH])
@@ -130,6 +134,8 @@ def test_a_layer_may_replace_the_stream():
         ("DeltaNet", {"qk_norm": "sum"}, ("qk_norm", "l2", "sum")),
         ("DeltaNet", {"qk_activation": "identity"}, ("qk_activation", "silu", "identity")),
         ("SimpleGatedLinearAttention", {"gate_fn": "relu"}, ("gate_fn", "swish", "relu")),
+        ("GatedLinearAttention", {}, ("num_heads", "None")),
+        ("GatedLinearAttention", {"num_heads": 4, "clamp_min": -1.0}, ("clamp_min", "None", "-1")),
         ("DeltaNet", {"norm_eps": "small"}, ("norm_eps", "> 0", "small")),
     ],
 )
@@ -161,8 +167,25 @@ def test_other_tensors_are_refused():
         )
     with refused("weights must hold a layer", "head.weight"):
         recurrent_module({"head.weight": torch.ones(3, 12)})
+    for own, words in {
+        "layers.0.b_proj.weight": ("multiple of the 5 heads", "24"),
+        "layers.0.o_norm.weight": ("one weight", "weight"),
+    }.items():
+        with refused(*words):
+            changed = torch.ones(5, 12) if "b_proj" in own else torch.tensor(1.0)
+            recurrent_module({**state, own: changed})
+    for odd in ("layers..weight", "layers.0", ".".join("a" * 99)):
+        with refused("name" if len(odd) < 99 else "64 modules"):
+            recurrent_module({**state, odd: torch.ones(3, 12)})
     with refused("floating-point", "read_in.weight"):
         recurrent_module({**state, "read_in.weight": torch.ones(3, 12, dtype=torch.int64)})
+
+
+def test_settings_beside_a_file_must_be_a_mapping(tmp_path: Path):
+    save_file(model_of("DeltaNet").state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("[1]")
+    with refused("config.json", "mapping"):
+        recurrent_module(tmp_path)
 
 
 @pytest.mark.parametrize("name", [*KEY_HEADS, "DeltaNet"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from analyses.known.alignment import alignment, interchange
+from analyses.known.alignment import ASKED, alignment, alignment_of_asked, interchange
 from analyses.known.gradients import (
     FINE_STEPS,
     PAPER_STEPS,
@@ -21,7 +21,7 @@ from analyses.known.gradients import (
     patching_out,
 )
 from analyses.known.masking import masking, random_order, shapley
-from analyses.known.methods import methods_of, submit
+from analyses.known.methods import SUBMISSIONS, file_of, methods_of, submit
 from analyses.known.pruning import (
     LEFT,
     RIGHT,
@@ -251,3 +251,9 @@ def test_every_method_is_scored_and_each_truth_is_best_on_itself(tmp_path: Path)
             found = read_submission(submit(name, methods[name], chosen, tmp_path))
             assert len(found.to_frame())
             assert found.method == name
+
+
+def test_distributed_alignment_was_run_on_the_entries_that_it_is_asked_about():
+    read = read_submission(file_of(SUBMISSIONS, "distributed alignment"))
+    assert set(read.to_frame()["entry"]) == ASKED
+    assert alignment_of_asked(SECOND["gd-2-rotated"]) == {}

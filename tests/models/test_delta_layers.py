@@ -63,7 +63,10 @@ class FlashLinear(nn.Module):
                 channels = HEADS * width
                 layer = nn.Conv1d(channels, channels, 3, groups=channels, padding=2, bias=False)
                 setattr(self, f"{name}_conv1d", layer)
-        if rule == "gated":
+        if rule == "gated by channel":
+            self.gk_proj = nn.Sequential(nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, HEADS * D_K))
+            self.gate_logit_normalizer = 2
+        elif rule == "gated":
             self.gk_proj, self.gate_logit_normalizer = nn.Linear(WIDTH, HEADS), 16
         else:
             self.b_proj = nn.Linear(WIDTH, HEADS)
@@ -75,7 +78,7 @@ class FlashLinear(nn.Module):
 
     @property
     def gates(self) -> tuple[str, ...]:
-        return {"gated": ("gk",), "delta": ("b",), "mesa": ("a", "b")}[self.rule]
+        return {"delta": ("b",), "mesa": ("a", "b")}.get(self.rule, ("gk",))
 
     def channel(self, name: str, x: Tensor) -> Tensor:
         values = getattr(self, f"{name}_proj")(x)
@@ -88,7 +91,7 @@ class FlashLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None, None]:
         q, k, v = (self.channel(name, x) for name in "qkv")
-        if self.rule != "gated":
+        if not self.rule.startswith("gated"):
             q, k = (
                 each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k)
             )
@@ -97,9 +100,9 @@ class FlashLinear(nn.Module):
         outputs = []
         for t in range(x.shape[1]):
             key, value, query = k[:, t, :, :, None], v[:, t, :, None], q[:, t, :, None]
-            if self.rule == "gated":
-                S = (F.logsigmoid(gates["gk"][:, t]) / 16).exp()[..., None, None] * S
-                S = S + key * value
+            if self.rule.startswith("gated"):
+                gate = (F.logsigmoid(gates["gk"][:, t]) / self.gate_logit_normalizer).exp()
+                S = gate.unflatten(-1, (HEADS, -1))[..., None] * S + key * value
                 outputs.append(query @ S / D_K**0.5)
                 continue
             beta = torch.sigmoid(gates["b"][:, t])[..., None, None]
@@ -124,6 +127,7 @@ LAYERS = {
     "DeltaNet": lambda: FlashLinear("delta", conv="qkv"),
     "DeltaNet, no convolution": lambda: FlashLinear("delta"),
     "SimpleGatedLinearAttention": lambda: FlashLinear("gated"),
+    "GatedLinearAttention": lambda: FlashLinear("gated by channel"),
     "MesaNet": lambda: FlashLinear("mesa"),
 }
 OUTPUT = {"Qwen3-Next": "out_proj", "Qwen3.5": "out_proj"}

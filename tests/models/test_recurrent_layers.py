@@ -101,6 +101,28 @@ def test_a_change_of_a_state_passes_on_by_the_steps(rule: str):
         torch.testing.assert_close(steps[:, t] @ states[t], unwritten, rtol=1e-9, atol=1e-10)
 
 
+def test_gates_of_each_coordinate_are_those_of_the_recurrence():
+    """Gated linear attention with one gate for each coordinate of the keys; equal gates are one gate."""
+    drawn, every = draws(), range(LENGTH + 1)
+    gate = torch.rand(drawn["k"].shape, dtype=torch.float64)
+    own = Memory("gated", drawn["k"], drawn["v"], gate, None, None)
+    states = [torch.zeros(BATCH, HEADS, WIDTH, WIDTH, dtype=torch.float64)]
+    for t in range(LENGTH):
+        written = drawn["k"][:, t, :, :, None] * drawn["v"][:, t, :, None]
+        states.append(gate[:, t, ..., None] * states[-1] + written)
+    expected = torch.stack(states, 1)
+    torch.testing.assert_close(own.states(every), expected, rtol=1e-10, atol=1e-10)
+    z = torch.einsum("brhd,brhdv->brhv", drawn["q"], expected[:, :-1])
+    torch.testing.assert_close(own.read(drawn["q"], range(LENGTH)), z, rtol=1e-10, atol=1e-10)
+    averaged = torch.einsum("bhrk,bkhv->brhv", own.pattern(drawn["q"], range(LENGTH)), drawn["v"])
+    torch.testing.assert_close(averaged, z, rtol=1e-10, atol=1e-10)
+    after = own.steps()[:, 3] @ states[3] + drawn["k"][:, 3, :, :, None] * drawn["v"][:, 3, :, None]
+    torch.testing.assert_close(after, states[4], rtol=1e-10, atol=1e-10)
+    equal = drawn["gate"][..., None].expand(gate.shape)
+    same = Memory("gated", drawn["k"], drawn["v"], equal, None, None)
+    torch.testing.assert_close(same.states(every), memory("gated", drawn).states(every))
+
+
 def test_the_gated_delta_rule_is_that_of_transformers():
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 

@@ -1,7 +1,7 @@
 """Pruning: heads chosen on half of the prompts, and the cost of masking the others on the other half."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -234,15 +234,22 @@ def prune(
         seed=seed,
         fitted=2 * stream_width(source) if refit else 1,
     )
-    chosen_on, measured_on = halves(given)
+    found = _pruned(predictor, given, chosen, refit)
+    if out is None:
+        return found
+    save_pruned(checkpoint_of(source, "out"), found.kept, out, prompts=given)
+    return replace(found, saved=str(out))
+
+
+def _pruned(predictor: Predictor, prompts: Prompts, rule: Rule, refit: bool) -> Pruning:
+    """Heads chosen on the first half of the prompts, and the cost of masking the others on the second."""
+    chosen_on, measured_on = halves(prompts)
     shape = (predictor.n_layers, predictor.n_heads)
     alone = estimated(predictor, chosen_on, heads_alone(predictor)).columns["rise"].reshape(shape)
-    kept = checked(chosen(alone), shape)
+    kept = checked(rule(alone), shape)
     mask = Mask(tuple(masked_by(kept)))
     rows = {("pruned",): {"risk": {mask: 1.0}, "rise": rise(mask)}}
     cost = estimated(predictor, measured_on, rows)
-    if out is not None:
-        save_pruned(checkpoint_of(source, "out"), kept, out, prompts=given)
     return Pruning(
         kept=kept,
         rise=alone,
@@ -251,7 +258,7 @@ def prune(
         full_risk=cost.full[0],
         full_risk_sem=cost.full[1],
         refit=_refit(predictor, measured_on, mask.heads) if refit else None,
-        saved=None if out is None else str(out),
+        saved=None,
     )
 
 

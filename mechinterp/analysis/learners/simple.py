@@ -207,7 +207,10 @@ def _kernel_omega(
         factor, _ = best_factor(shape, prediction)
         return factor, float(np.square(prediction - factor * shape).mean())
 
-    top = 2 / prompts.x.square().mean().item() / prompts.x.shape[2] ** 0.5
+    size = prompts.x.square().mean().item()
+    if not size:  # every kernel smoother is the mean of y
+        return 0.0, np.zeros(len(prompts))
+    top = 2 / size / prompts.x.shape[2] ** 0.5
     both = [
         minimize_scalar(
             lambda omega: at(float(omega))[1],

@@ -305,13 +305,15 @@ def _asked(
 
 
 def _gate(subject: Subject, own: NamingSetting, tests: Mapping[str, Identity]) -> Gate | None:
-    """Reading of the response on the prompts of the model's own length."""
+    """Reading of the response on the prompts of the model's own length; on more prompts, if these are too few."""
     if PAIR_ORDER in tests and tests[PAIR_ORDER].mismatch() <= REST_ROUNDING:
         return None
-    law = "unknown" if no_law(subject.task) else law_of(subject.task)
-    for trim in TRIMS:
-        with suppress(FewPromptsError):
-            return gate_of(response(subject.source, own.prompts, task=law, trim=trim))
+    unknown = no_law(subject.task)
+    law = "unknown" if unknown else law_of(subject.task)
+    for prompts in (own.prompts,) if unknown else (own.prompts, None):
+        for trim in TRIMS:
+            with suppress(FewPromptsError):
+                return gate_of(response(subject.source, prompts, task=law, trim=trim))
     return None
 
 

@@ -121,8 +121,6 @@ def patch_activations(
         >>> patch_activations(load("softmax-h2-s0"), activation="v", n_prompts=8).effect.shape
         (1, 41, 2)
     """
-    from transformer_lens.utilities import get_act_name  # slow import
-
     if activation not in LAYER_ACTIVATIONS + HEAD_PARTS:
         known = ", ".join(LAYER_ACTIVATIONS + HEAD_PARTS)
         raise ValueError(f"activation must be one of {known}, got {activation!r}.")
@@ -138,6 +136,19 @@ def patch_activations(
     )
     hooked = predictor_of(source).hooked
     _require(hooked, activation)
+    return _patched(hooked, clean, corrupted, activation, metric)
+
+
+def _patched(
+    hooked: HookedPredictor,
+    clean: Prompts,
+    corrupted: Prompts,
+    activation: str,
+    metric: Metric | None,
+) -> PatchedActivations:
+    """The activation patched at one place after the other."""
+    from transformer_lens.utilities import get_act_name  # slow import
+
     _, other = inputs_of(hooked, clean, corrupted)
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():

@@ -160,7 +160,13 @@ def circuit_faithfulness(
         predictor_of(source).hooked, clean, corrupted, nodes=graph_named(circuit, nodes)
     )
     order = edge_places(circuit, pair)
-    counts = _counts(sizes, len(order), int(pair.edges.sum()))
+    return _kept_edges(pair, order, _counts(sizes, len(order), int(pair.edges.sum())))
+
+
+def _kept_edges(
+    pair: InputPair, order: Int[np.ndarray, "edge 2"], counts: Int[np.ndarray, " size"]
+) -> CircuitFaithfulness:
+    """Faithfulness of the first edges of an order, for several numbers of edges."""
     shown = progress(counts.tolist(), "keeping edges")
     metric = np.stack([_metric_of(pair, order, count) for count in shown], 1)
     gained = metric - metric[:, :1]

@@ -196,10 +196,9 @@ def attribute_edges(
     """
     require_prompts(prompts, "attribute_edges")
     predictor = predictor_of(source)
-    hooked = predictor.hooked
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
-    graph_of(hooked, nodes)  # refused before prompts are drawn
+    graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
     clean, corrupted = clean_and_corrupted(
         source,
         prompts,
@@ -209,8 +208,12 @@ def attribute_edges(
         n_prompts=n_prompts,
         seed=seed,
     )
-    pair = _checked_pair(hooked, clean, corrupted, metric, nodes)
-    weights = None if predictor.is_hooked else predictor.weights
+    pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
+    return _effects_of(pair, None if predictor.is_hooked else predictor.weights, ig_steps)
+
+
+def _effects_of(pair: InputPair, weights: Weights | None, ig_steps: int) -> EdgeEffects:
+    """Effects of all edges, by maps of the tokens where the weights are those of a linear stack."""
     if weights is not None and weights.model.stack == "linear":
         estimate, patched = _by_maps(pair, weights, ig_steps)
     else:

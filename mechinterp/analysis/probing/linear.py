@@ -34,7 +34,8 @@ class HeldOut:
         """
         loss, loss_sem, r2, r2_sem = loss_and_r2(self.prediction, clean)
         fit, size = self.fit_sem(clean), np.square(clean).mean()
-        return loss, float(np.hypot(loss_sem, fit)), r2, float(np.hypot(r2_sem, fit / size))
+        relative = fit / size if size else np.nan  # a target of zeros has no R²
+        return loss, float(np.hypot(loss_sem, fit)), r2, float(np.hypot(r2_sem, relative))
 
     def fit_sem(self, clean: Float[np.ndarray, "prompt target"]) -> float:
         """Standard deviation of the mean squared error over samples that is due to the fit."""

@@ -1,6 +1,6 @@
 """Queries, keys, values, gates and strengths of recurrent layers of transformers and flash-linear-attention.
 
-Such a layer (Qwen3-Next, Qwen3.5, OLMo Hybrid; GatedDeltaNet, DeltaNet, SimpleGatedLinearAttention, MesaNet) projects its
+Such a layer (Qwen3-Next, Qwen3.5, OLMo Hybrid; GatedDeltaNet, DeltaNet, GatedLinearAttention, MesaNet and others) projects its
 input, runs a short convolution over each channel, normalises queries and keys, and reads a state (`models.recurrence`).
 A norm, often with a gate, follows. Here the parts are computed from the outputs of the layer's own modules, and the
 recurrence is compared with what the layer gives to its norm: only a form that agrees to rounding gets hook points.
@@ -197,7 +197,8 @@ class DeltaLayer:
         return Memory(self.rule, *given)
 
     def parts(self, form: Form) -> dict[str, Tensor]:
-        """q and k [batch, pos, head, d_k], v [batch, pos, head, d_v], gate and beta [batch, pos, head]; q without factor."""
+        """q and k [batch, pos, head, d_k], v [batch, pos, head, d_v], gate and beta [batch, pos, head], or gate [batch, pos, head,
+        d_k]; q without factor."""
         q, k, v, b, a = self._projected()
         own: Any = self.container
         n_keys: int = getattr(own, "num_k_heads", getattr(own, "num_heads", self.n_heads))
@@ -222,7 +223,10 @@ class DeltaLayer:
     def _gate(self, a: Tensor) -> Tensor:
         own: Any = self.container
         if "gk" in self.names.projections:
-            return (F.logsigmoid(a) / getattr(own, "gate_logit_normalizer", 1)).exp()
+            gate = (F.logsigmoid(a) / getattr(own, "gate_logit_normalizer", 1)).exp()
+            return (
+                gate if gate.shape[-1] == self.n_heads else gate.unflatten(-1, (self.n_heads, -1))
+            )
         if self.rule == "mesa":
             return torch.sigmoid(a)
         return (-own.A_log.float().exp() * F.softplus(a.float() + own.dt_bias)).exp().to(a)

@@ -40,7 +40,7 @@ from mechinterp.models.run.attend import (
     fused_softmax,
     pattern_of,
 )
-from mechinterp.models.run.linear import linear_pass
+from mechinterp.models.run.linear_pass import linear_pass
 from mechinterp.models.weights import GATE_TENSORS, Weights
 from mechinterp.progress import progress
 

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.models.run.linear import NEAR, factor_on_scores, linear_heads, stack_bytes
+from mechinterp.models.run.linear import NEAR, stack_bytes
+from mechinterp.models.run.linear_pass import factor_on_scores, linear_heads, query_key_value
 from mechinterp.models.weights import Weights
 
 Map = Float[Tensor, "batch column d_model"]
@@ -118,7 +119,7 @@ class EdgeMaps:
         for layer, gradient in enumerate(at_heads):
             # Senders before the layer: the input and the heads of the layers before.
             moved = torch.stack(self.moved[: 1 + layer * n_heads])
-            along = ((moved @ self._W_QKV(layer)) * gradient).sum(2)
+            along = ((moved @ query_key_value(self.weights, layer)) * gradient).sum(2)
             effects = along.unflatten(2, (3, n_heads, -1)).sum(-1)
             yield layer, effects.permute(0, 2, 3, 1)
         to_output = (torch.stack(self.moved) * at_end).sum((2, 3))
@@ -133,7 +134,7 @@ class EdgeMaps:
         layer, heads side by side."""
         T, z, read = [start.expand(len(self.moment), -1, -1)], [], []
         for layer, W_O in enumerate(self.weights.W_O):
-            read.append(T[-1] @ self._W_QKV(layer))
+            read.append(T[-1] @ query_key_value(self.weights, layer))
             q, k, v = map(self._split, read[-1].chunk(3, dim=-1))
             own = q @ (k.mT @ (self.moment[:, None] @ v))
             z.append(own.transpose(1, 2).flatten(2))
@@ -145,7 +146,7 @@ class EdgeMaps:
     ) -> Float[Tensor, "part head batch _row d_model"]:
         """Change of what each head of a layer writes if its query, key or value alone reads a change of the stream: a map, or
         in the last layer the one row of the query."""
-        W, last = self._W_QKV(layer), layer == self.weights.n_layers - 1
+        W, last = query_key_value(self.weights, layer), layer == self.weights.n_layers - 1
         own, new = self._corrupted[2][layer], moved @ W
         (q, k, v), (dq, dk, dv) = (map(self._split, each.chunk(3, dim=-1)) for each in (own, new))
         if last:
@@ -166,15 +167,9 @@ class EdgeMaps:
             z = linear_heads(weights, number, T, moment)
             T = T + z @ weights.W_O[number].flatten(0, 1)
         stream = query @ T
-        q, k, v = map(self._split, (T @ self._W_QKV(-1)).chunk(3, dim=-1))
+        q, k, v = map(self._split, (T @ query_key_value(weights, -1)).chunk(3, dim=-1))
         z = (query[:, None] @ q @ k.mT) @ moment[:, None] @ v
         return stream + z.transpose(1, 2).flatten(2) @ weights.W_O[-1].flatten(0, 1)
-
-    def _W_QKV(self, layer: int) -> Float[Tensor, "d_model columns"]:
-        """Weights of all queries, keys and values of a layer, heads side by side."""
-        weights = self.weights
-        each = (weights.W_Q[layer], weights.W_K[layer], weights.W_V[layer])
-        return torch.cat([W.transpose(0, 1).flatten(1) for W in each], dim=1)
 
     def _split(self, side_by_side: Tensor) -> Float[Tensor, "batch head _row d_head"]:
         return side_by_side.unflatten(-1, (self.weights.n_heads, -1)).transpose(1, 2)
