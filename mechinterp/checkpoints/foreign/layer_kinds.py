@@ -93,7 +93,7 @@ _BESIDE = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "A_log", "dt_bias", "la
 """Convolutions and parameters of layers, beside their projections and norms."""
 
 
-def kind_of(names: DeltaNames, within: set[str], config: Mapping[str, object]) -> LayerKind:
+def layer_kind_of(names: DeltaNames, within: set[str], config: Mapping[str, object]) -> LayerKind:
     """Class of a layer with these projections and these modules and tensors.
 
     Raises:

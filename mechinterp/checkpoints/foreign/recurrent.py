@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mechinterp.checkpoints.foreign.layer_kinds import (
     BY_CHANNEL,
     LAYER_KINDS,
-    kind_of,
+    layer_kind_of,
     positive_number,
 )
 from mechinterp.checkpoints.foreign.names import piece_of, shown
@@ -214,7 +214,7 @@ class RecurrentLayer(nn.Module):
         children = {name: _chained(child) for name, child in children.items()}
         _holding(self, children, own)
         by_channel = {BY_CHANNEL} if isinstance(children.get("gk_proj"), _Chain) else set()
-        self.names, self.kind = names, kind_of(names, {*children, *own, *by_channel}, config)
+        self.names, self.kind = names, layer_kind_of(names, {*children, *own, *by_channel}, config)
         for name in {*names.projections.values(), names.output} - (
             {"gk_proj"} if by_channel else set()
         ):
