@@ -256,7 +256,7 @@ def models_frame(
     if not models:
         raise ValueError("models_frame needs at least one model, got none.")
     lost = diverged or {}
-    rows = []
+    rows, own = [], dict[str, object]()
     for name, config in models.items():
         own = {"name": name, "id": config.id, **flatten(asdict(config))}
         lasting = (

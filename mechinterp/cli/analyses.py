@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mechinterp.cli.files import Files
 from mechinterp.cli.options import (
-    Files,
     PathArgument,
     Request,
     add_command,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mechinterp.cli.files import Files
 from mechinterp.cli.options import (
     CountOption,
-    Files,
     JsonOption,
     PathArgument,
     PathsArgument,
@@ -21,7 +21,7 @@ from mechinterp.cli.options import (
     prompts_of,
     reads_files,
 )
-from mechinterp.cli.own_model import is_own_model, own_source, require_file, require_model
+from mechinterp.cli.own_model import require_file, require_model
 from mechinterp.cli.printing import about_paths, answer, complain, say, say_json, say_of, shown_path
 
 if TYPE_CHECKING:
@@ -142,14 +142,10 @@ def check(
     """First look at a model: its loss, what is assumed, and which analyses run. Example: mechinterp check softmax-h2-s0"""
     from mechinterp.analysis.check import check as check_model
     from mechinterp.analysis.result import records
-    from mechinterp.checkpoints.load import load
     from mechinterp.report.to_json import SCHEMA_VERSION
 
     with about_paths(path, *request.files):
-        hints: dict = dict(files.hints.given)
-        own = is_own_model(path)
-        found = own_source(str(path), files.hints, files.device) if own else load(path, **hints)
-        model = require_model(path, found)
+        model = require_model(path, files.opened(path))
         if request.context_length is not None:
             model = model.at_length(request.context_length)
         drawn_by: dict = {

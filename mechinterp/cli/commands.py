@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -104,6 +104,6 @@ def _with_next_step(message: str) -> str:
     return f"{message.removesuffix('.')}; choose another --out."
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     complain(message)
     sys.exit(2)

@@ -1,7 +1,7 @@
 """Shared options of the commands, and what they stand for: files, prompts and devices."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
 from functools import cached_property, wraps
@@ -13,20 +13,16 @@ import typer
 
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.io.files import NotUnderstoodError
-from mechinterp.cli.own_model import is_own_model, own_source, require_model
-from mechinterp.cli.printing import complain, complain_in_rows, say_json
+from mechinterp.cli.files import Files
+from mechinterp.cli.own_model import is_own_model
+from mechinterp.cli.printing import complain, say_json
 from mechinterp.config.task import UNKNOWN_TASK
 
 if TYPE_CHECKING:
-    from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.plain_modules import HookedModule
     from mechinterp.icl.prompts import Prompts
-    from mechinterp.models.run.predictor import Learner
 
 HELP = ["-h", "--help"]
 """Options that show the help."""
-LENGTH = "task.context_length"
-"""Name of the assumed setting that --context-length replaces."""
 PROMPT_ARRAYS = ("x", "y", "x_query", "y_query", "beta", "y_query_clean")
 """Arrays in a file of prompts; the first four are required."""
 
@@ -326,74 +322,3 @@ def device_of(device: str) -> str:
     if device == "cuda" and not available:
         raise ValueError("--device cuda needs a GPU that PyTorch can use; there is none.")
     return "cuda" if available else "cpu"
-
-
-@dataclass(frozen=True)
-class Files:
-    """Settings for reading files, the device on which models run, and the law of given prompts."""
-
-    hints: Hints
-    device: str = "cpu"
-    law: str | None = None
-    """"unknown": the law of given prompts is unknown; None: that of the model is in force."""
-    verbose: bool = False
-    """True: the assumptions on a file are listed in full."""
-
-    def model(self, path: Path, context_length: int | None = None) -> "Checkpoint | HookedModule":
-        """Checkpoint at a path, or module my_module:model; assumptions are printed to standard
-        error."""
-        return require_model(path, self.source(path, context_length))
-
-    def source(
-        self, path: Path, context_length: int | None = None
-    ) -> "Checkpoint | HookedModule | Learner":
-        """The same, or a function of prompts my_module:mine."""
-        from mechinterp.checkpoints.plain_modules import HookedModule
-
-        if not is_own_model(path):
-            return self.load(path, context_length)
-        found = own_source(str(path), self.hints, self.device)
-        if not isinstance(found, HookedModule):
-            return found
-        if context_length is not None and LENGTH in found.assumed:
-            found = found.at_length(context_length)
-        task = found.task
-        words = {f"task.{n}": w for n, w in task.fields_in_words.items() if n in task.assumed}
-        if words:
-            from mechinterp.report.grounds import in_words
-
-            title = f"{path}: hooked with these settings; what is assumed may be wrong"
-            complain_in_rows(title, {"assumed": in_words(words, full=self.verbose)})
-        return found
-
-    def load(self, path: Path | Sequence[Path], context_length: int | None = None) -> "Checkpoint":
-        """Checkpoint at a path, or run of the files of several steps; assumptions are printed to
-        standard error."""
-        from mechinterp.checkpoints.load import load
-
-        given: dict[str, Any] = dict(self.hints.given)
-        checkpoint = load(path, **given)
-        if self.device != "cpu":
-            checkpoint = checkpoint.to(self.device)
-        if context_length is not None and LENGTH in checkpoint.assumed:
-            checkpoint = checkpoint.at_length(context_length)
-        if checkpoint.kept:
-            steps = f"steps {checkpoint.steps[0]} to {checkpoint.steps[-1]}"
-            complain(f"{checkpoint.path}: {len(checkpoint.kept)} files are one run, {steps}.")
-        if checkpoint.assumed:
-            from mechinterp.report.grounds import rows_by_ground
-
-            rows = rows_by_ground(checkpoint, full=self.verbose)
-            complain_in_rows(f"{checkpoint.path}: read with these settings; what is assumed may be wrong", rows)  # fmt: skip
-        return checkpoint
-
-    def run_of(
-        self, paths: Sequence[Path], context_length: int | None = None
-    ) -> "Checkpoint | None":
-        """The run to which all these paths belong; None if they are separate models."""
-        from mechinterp.checkpoints.io.files import CheckpointError
-
-        if len(paths) > 1 and not any(map(is_own_model, paths)):
-            with suppress(CheckpointError):  # the error of each file is reported later
-                return self.load(paths, context_length)
-        return None

@@ -77,12 +77,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
     from mechinterp.models.run.predictor import is_learner
 
-    for name in hints.given:
-        if name not in TAKEN:
-            raise ValueError(
-                f"{named}: {name} is a setting of files; a module takes task and n_heads, and all else by hook_module, such as "
-                "model = hook_module(module, read=...) in the file."
-            )
+    _require_taken(named, hints)
     made = own_object(named)
     if is_learner(made) and _n_required(made) == 1:
         return _named_in_errors(made, named)
@@ -106,6 +101,29 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
             f"{named}: is hooked already, with its own settings, got {', '.join(hints.given)}: state them in hook_module."
         )
     return replace(made, name=named)
+
+
+def module_of_file(path: Path, hints: "Hints", device: str) -> "HookedModule":
+    """The module of a file with recurrent layers of transformers or flash-linear-attention, with hooks, under the path.
+
+    Raises:
+        ValueError: As `recurrent_module` raises, or if an option does not suit a module.
+    """
+    from mechinterp.checkpoints.foreign.recurrent import recurrent_module
+    from mechinterp.checkpoints.plain_modules import hook_module
+
+    _require_taken(str(path), hints)
+    module = recurrent_module(path).to(device)
+    return replace(hook_module(module, task=hints.task, heads=hints.n_heads), name=str(path))
+
+
+def _require_taken(named: str, hints: "Hints") -> None:
+    for name in hints.given:
+        if name not in TAKEN:
+            raise ValueError(
+                f"{named}: {name} is a setting of other files; a module takes task and n_heads, and all else by hook_module, such as "
+                "model = hook_module(module, read=...) in a Python file."
+            )
 
 
 class OwnFunctionError(ValueError, RuntimeError):

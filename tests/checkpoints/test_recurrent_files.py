@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mechinterp import hook_module, load, recurrent_module, response
-from tests.conftest import refused
+from mechinterp import ablate, hook_module, load, recurrent_module, response
+from tests.conftest import Run, refused
 from tests.models.test_delta_layers import HEADS, LAYERS, TASK, FlashLinear, Model, prompts
 
 KEY_HEADS = {"Qwen3-Next": 2, "Qwen3.5": 2, "OLMo Hybrid": 4}
@@ -19,6 +19,8 @@ FLASH = {
     "MesaNet": FlashLinear("mesa", conv="qk"),
     "SimpleGatedLinearAttention": FlashLinear("gated"),
     "SimpleGatedLinearAttention, convolution": FlashLinear("gated", conv="qkv"),
+    "GatedLinearAttention": FlashLinear("gated by channel"),
+    "GatedLinearAttention, convolution": FlashLinear("gated by channel", conv="qkv"),
 }
 
 
@@ -38,7 +40,9 @@ def config_of(name: str) -> dict[str, object]:
     """Settings that differ from the defaults; norms of the stand-ins for flash-linear-attention add the smallest number."""
     if name in KEY_HEADS:
         return {"linear_num_key_heads": KEY_HEADS[name]}
-    return {"norm_eps": torch.finfo(torch.float32).eps}
+    eps = {"norm_eps": torch.finfo(torch.float32).eps}
+    by_channel = {"num_heads": HEADS, "gate_logit_normalizer": 2}
+    return eps | by_channel if name.startswith("GatedLinear") else eps
 
 
 @pytest.mark.parametrize("name", [*KEY_HEADS, *FLASH])
@@ -130,6 +134,8 @@ def test_a_layer_may_replace_the_stream():
         ("DeltaNet", {"qk_norm": "sum"}, ("qk_norm", "l2", "sum")),
         ("DeltaNet", {"qk_activation": "identity"}, ("qk_activation", "silu", "identity")),
         ("SimpleGatedLinearAttention", {"gate_fn": "relu"}, ("gate_fn", "swish", "relu")),
+        ("GatedLinearAttention", {}, ("num_heads", "None")),
+        ("GatedLinearAttention", {"num_heads": 4, "clamp_min": -1.0}, ("clamp_min", "None", "-1")),
         ("DeltaNet", {"norm_eps": "small"}, ("norm_eps", "> 0", "small")),
     ],
 )
@@ -188,3 +194,24 @@ def test_load_names_the_door_for_these_files(name: str, tmp_path: Path):
     save_file(model_of(name).state_dict(), file)
     with refused("recurrent layers", "recurrent_module"):
         load(file)
+
+
+def test_commands_take_these_files_as_modules(run: Run, tmp_path: Path):
+    model, file = model_of("Qwen3-Next"), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), file)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen3-Next")))
+    (tmp_path / "task.json").write_text(
+        json.dumps({"d_x": TASK.d_x, "context_length": TASK.context_length})
+    )
+    stated = ("--task", tmp_path / "task.json", "--n-prompts", 32, "--json", "--quiet")
+    hooked = hook_module(model, task={"d_x": TASK.d_x, "context_length": TASK.context_length})
+    shown = run("ablate", file, *stated).done().document
+    assert (shown["path"], shown["format"]) == (str(file), "module")
+    rises = ablate(hooked, n_prompts=32).to_frame()["rise"]
+    found = [row["rise"] for row in shown["heads"]]
+    assert found == pytest.approx(rises.tolist(), rel=1e-4, abs=1e-7)
+    assert "module" in run("check", file, *stated).done().document["model"]
+    run("ablate", file, "--score", "linear").assert_refused(str(file), "score", "hook_module")
+    run("convert", file, "--to", "npz", "--out", tmp_path / "x.npz").assert_refused(
+        "recurrent layers"
+    )

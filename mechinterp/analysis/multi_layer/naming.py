@@ -73,8 +73,8 @@ from mechinterp.models.run.evaluation import (
 from mechinterp.models.run.predictor import Learner, Source
 from mechinterp.models.run.ways import Predictor
 
-GROWTH = (1, 4, 16)
-"""Numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""
+GROWTH = (4, 16)
+"""Further numbers of prompts in turn, in units of `n_prompts`, until all resamples agree."""
 REFERENCE = 0
 """Fixed seed of the last prompts, so that the label does not depend on `seed`."""
 NEARLY = 0.01
@@ -141,14 +141,16 @@ def _on_enough(subject: Subject, n_prompts: int, seed: int) -> Naming:
     scalars = max(len(each.names(subject.n_layers)) for each in members)
     require_number(n_prompts, scalars, what="n_prompts" if given is None else "distinct prompts")
     length = subject.task.context_length
-    for growth in GROWTH if given is None else (1,):
-        if growth > 1 and growth * n_prompts > most_prompts(subject.task, length):
-            break
-        drawn_by = REFERENCE if growth == GROWTH[-1] else seed
+
+    def on(growth: int, drawn_by: int) -> Naming:
         drawn = evaluation_prompts(subject.task, n_prompts=growth * n_prompts, seed=drawn_by)
-        answer = _named(subject, drawn.to(torch.float64), drawn_by)
-        if _stands(answer):
+        return _named(subject, drawn.to(torch.float64), drawn_by)
+
+    answer = on(1, seed)
+    for growth in GROWTH if given is None else ():
+        if _stands(answer) or growth * n_prompts > most_prompts(subject.task, length):
             break
+        answer = on(growth, REFERENCE if growth == GROWTH[-1] else seed)
     return answer
 
 

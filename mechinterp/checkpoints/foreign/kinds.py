@@ -15,6 +15,10 @@ AS_MODULE = "make a module of them and hook it: hook_module(recurrent_module(FIL
 WORD_MODEL = "a model of word tokens ({} {}); tokens must be numbers (x, y)."
 
 
+class RecurrentError(ValueError):
+    """Weights of recurrent layers of libraries, which become a module and no checkpoint."""
+
+
 def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     """Refuse models of other kinds, as names and shapes show them.
 
@@ -30,8 +34,10 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     for what_else, mark in TABLE["other_models"].items():
         for name in tensors:
             if re.search(mark, name) or re.search(mark, name.lower()):
-                how = AS_MODULE if what_else == OF_LIBRARIES else HOOK
-                raise ValueError(f"{what_else} are not read from a file, got {shown(name)}; {how}.")  # fmt: skip
+                line = f"{what_else} are not read from a file, got {shown(name)}"
+                if what_else == OF_LIBRARIES:
+                    raise RecurrentError(f"{line}; {AS_MODULE}.")
+                raise ValueError(f"{line}; {HOOK}.")
     ends = [layout.ends.get((name, "weight")) for name in ("read_in", "read_out")]
     sizes = [tensors[p.name].shape for p in ends if p is not None and p.axes == TORCH]
     if len(sizes) == 2 and all(len(size) == 2 for size in sizes) and sizes[1][0] > sizes[0][1]:

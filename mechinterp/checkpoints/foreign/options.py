@@ -44,7 +44,7 @@ def flag_of(name: str) -> str:
     """Option of the command line that sets this choice.
 
     Example:
-        >>> option("attend_to_self"), option("norm")
+        >>> flag_of("attend_to_self"), flag_of("norm")
         ('--attend-to-self', '--model norm=')
     """
     return f"--model {name}=" if name in JOINS else f"--{name.replace('_', '-')}"

@@ -5,12 +5,17 @@ file's names, and `hook_module` finds its heads as it does in the layers of thos
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from mechinterp.checkpoints.foreign.layer_kinds import (
+    BY_CHANNEL,
+    LAYER_KINDS,
+    layer_kind_of,
+    positive_number,
+)
 from mechinterp.checkpoints.foreign.names import piece_of, shown
 from mechinterp.checkpoints.foreign.refusals import HOOK, require_numbers
 from mechinterp.checkpoints.io.files import naming, read_json
@@ -20,90 +25,18 @@ from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames, Form, 
 _CONFIG = "config.json"
 _MOST_PARENTS = 64
 """Largest number of modules around a tensor; a larger value would only serve broken names."""
-_Settings = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Class of layers: the tensors that show it, and what they do not show."""
-
-    name: str
-    projections: frozenset[str]
-    """What its projections compute, the keys of `DeltaNames.projections`."""
-    mark: str
-    """Module or tensor that it has besides; "" for none."""
-    key_heads: str = ""
-    """Setting with the number of heads of keys; "" if there are as many as heads of values."""
-    doubled: tuple[str, bool] = ("allow_neg_eigval", False)
-    """Setting that doubles strengths, and its default."""
-    eps: tuple[str, float] = ("norm_eps", 1e-5)
-    """Setting with the number that the norm adds to mean squares, and its default."""
-    gate: str = "g_proj"
-    """Projection to the gate of the norm; "" if it is z in `in_proj_qkvz`."""
-    required: _Settings = field(default_factory=dict)
-    """_Settings that must have this value, which is also their default."""
-
-
-_GATED = frozenset({"q", "k", "v", "b", "a"})
-_ACTIVATED = {"hidden_act": "silu"}
-LAYER_KINDS = (
-    LayerKind(
-        name="Qwen3NextGatedDeltaNet",
-        projections=frozenset({"qkvz", "ba"}),
-        mark="conv1d",
-        key_heads="linear_num_key_heads",
-        eps=("rms_norm_eps", 1e-6),
-        gate="",
-        required=_ACTIVATED,
-    ),
-    LayerKind(
-        name="Qwen3_5GatedDeltaNet",
-        projections=frozenset({"qkv", "b", "a"}),
-        mark="conv1d",
-        key_heads="linear_num_key_heads",
-        eps=("rms_norm_eps", 1e-6),
-        gate="in_proj_z",
-        required=_ACTIVATED,
-    ),
-    LayerKind(
-        name="OlmoHybridGatedDeltaNet",
-        projections=_GATED,
-        mark="conv1d",
-        key_heads="linear_num_key_heads",
-        doubled=("linear_allow_neg_eigval", True),
-        eps=("", 1e-5),
-        required=_ACTIVATED,
-    ),
-    LayerKind(name="MesaNet", projections=_GATED, mark="lambda_params"),
-    LayerKind(name="GatedDeltaNet", projections=_GATED, mark="A_log", key_heads="num_heads"),
-    LayerKind(
-        name="DeltaNet",
-        projections=frozenset({"q", "k", "v", "b"}),
-        mark="",
-        required={"qk_norm": "l2", "qk_activation": "silu"},
-    ),
-    LayerKind(
-        name="SimpleGatedLinearAttention",
-        projections=frozenset({"q", "k", "v", "gk"}),
-        mark="",
-        required={"feature_map": None, "gate_fn": "swish"},
-    ),
-)
-"""Classes that are read, the first that fits; defaults are those of the classes."""
-_BESIDE = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "A_log", "dt_bias", "lambda_params")
-"""Convolutions and parameters of layers, beside their projections and norms."""
 
 
 def recurrent_module(
     weights: str | Path | Mapping[str, Tensor],
     *,
-    config: _Settings | None = None,
+    config: Mapping[str, object] | None = None,
     residual: bool = True,
 ) -> nn.Module:
     """Plain torch module from the weights of recurrent layers between a read-in and a read-out.
 
-    Layers are GatedDeltaNet of Qwen3-Next, Qwen3.5 and OLMo Hybrid (transformers), and GatedDeltaNet, DeltaNet, MesaNet and
-    SimpleGatedLinearAttention (flash-linear-attention). Tokens [batch, pos, d_x + d_y] go through the read-in, the layers in
+    Layers are GatedDeltaNet of Qwen3-Next, Qwen3.5 and OLMo Hybrid (transformers), and GatedDeltaNet, DeltaNet, MesaNet,
+    GatedLinearAttention and SimpleGatedLinearAttention (flash-linear-attention). Tokens [batch, pos, d_x + d_y] go through the read-in, the layers in
     the order of their numbers, and the read-out; the output is [batch, pos, d_y]. The names of its state dict are the file's.
 
     Args:
@@ -112,7 +45,7 @@ def recurrent_module(
             beside the file. A setting that is not stated has the default of the class.
         residual: True: a layer's output is added to the stream. False: it replaces the stream.
     Raises:
-        ValueError: If no such layer is found, a tensor belongs to something else, the number of key heads is needed and not
+        ValueError: If no such layer is found, a tensor belongs to something else, a number of heads is needed and not
             stated, or a setting makes another layer; CheckpointError if the file cannot be read.
     Source:
         transformers' modeling_qwen3_next, modeling_qwen3_5 and modeling_olmo_hybrid; fla.layers of flash-linear-attention.
@@ -142,7 +75,9 @@ def recurrent_module(
         return _model_of(tensors, config or {}, residual=residual)
 
 
-def _model_of(tensors: Mapping[str, Tensor], config: _Settings, *, residual: bool) -> nn.Module:
+def _model_of(
+    tensors: Mapping[str, Tensor], config: Mapping[str, object], *, residual: bool
+) -> nn.Module:
     for name, tensor in tensors.items():
         require_numbers(tensor, name)
         if name.count(".") > _MOST_PARENTS:
@@ -183,7 +118,7 @@ def _ends(tensors: Mapping[str, Tensor], layers: list[str]) -> dict[str, str]:
     return ends
 
 
-def _tree(tensors: Mapping[str, Tensor], config: _Settings) -> nn.Module:
+def _tree(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> nn.Module:
     """Modules by the names of the tensors: layers, linear maps, and modules that only hold tensors."""
     inner: dict[str, dict[str, Tensor]] = {}
     own: dict[str, nn.Parameter] = {}
@@ -232,6 +167,27 @@ class _Weighted(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class _Chain(nn.Module):
+    """Linear maps one after another."""
+
+    def __init__(self, maps: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        _holding(self, maps, {})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, each in self.named_children():
+            x = each(x)
+        return x
+
+
+def _chained(module: nn.Module) -> nn.Module:
+    """Two maps "0" and "1" as one projection of low rank; any other module as it is."""
+    maps = dict(module.named_children())
+    both = [maps.get("0"), maps.get("1")]
+    two = maps.keys() == {"0", "1"} and all(isinstance(each, _Weighted) for each in both)
+    return _Chain({n: maps[n] for n in ("0", "1")}) if two else module
+
+
 class _Norm(nn.Module):
     """Root mean square norm of each head, times silu of a gate if there is one."""
 
@@ -252,14 +208,18 @@ class RecurrentLayer(nn.Module):
         names: DeltaNames,
         children: Mapping[str, nn.Module],
         own: Mapping[str, nn.Parameter],
-        config: _Settings,
+        config: Mapping[str, object],
     ) -> None:
         super().__init__()
+        children = {name: _chained(child) for name, child in children.items()}
         _holding(self, children, own)
-        self.names, self.kind = names, _kind_of(names, {*children, *own}, config)
-        for name in (*names.projections.values(), names.output):
+        by_channel = {BY_CHANNEL} if isinstance(children.get("gk_proj"), _Chain) else set()
+        self.names, self.kind = names, layer_kind_of(names, {*children, *own, *by_channel}, config)
+        for name in {*names.projections.values(), names.output} - (
+            {"gk_proj"} if by_channel else set()
+        ):
             _weight(children[name])
-        self.num_v_heads = _n_heads(names, children)
+        self.num_v_heads = self._heads(config) if by_channel else _n_heads(names, children)
         self.num_k_heads = self._key_heads(config)
         width = _weight(children[names.output]).shape[-1]
         if self.num_v_heads == 0 or width % self.num_v_heads:
@@ -267,14 +227,27 @@ class RecurrentLayer(nn.Module):
                 f"{names.output} must take a multiple of the {self.num_v_heads} heads, got {width} entries."
             )
         self.head_v_dim = width // self.num_v_heads
-        self.gate_logit_normalizer = _number(config, "gate_logit_normalizer", 16)
-        self.lambda_lower_bound = _number(config, "lambda_lower_bound", 0.25)
+        self.gate_logit_normalizer = positive_number(config, "gate_logit_normalizer", 16)
+        self.lambda_lower_bound = positive_number(config, "lambda_lower_bound", 0.25)
         self.form = self._form(config)
         if names.norm != names.output:
             weight = _weight(children[names.norm])
-            self.add_module(names.norm, _Norm(weight, _number(config, *self.kind.eps)))
+            self.add_module(names.norm, _Norm(weight, positive_number(config, *self.kind.eps)))
 
-    def _key_heads(self, config: _Settings) -> int:
+    def _heads(self, config: Mapping[str, object]) -> int:
+        """Number of heads that the config states.
+
+        Raises:
+            ValueError: If it states none.
+        """
+        number = config.get("num_heads")
+        if type(number) is not int or number < 1:
+            raise ValueError(
+                f"config must state num_heads, an integer >= 1, got {number}: the weights of {self.kind.name} do not show it."
+            )
+        return number
+
+    def _key_heads(self, config: Mapping[str, object]) -> int:
         """Number of heads of keys.
 
         Raises:
@@ -291,10 +264,10 @@ class RecurrentLayer(nn.Module):
             )
         return number
 
-    def _form(self, config: _Settings) -> Form:
+    def _form(self, config: Mapping[str, object]) -> Form:
         """Activations, norms and strengths of the class."""
         conv = {"conv1d", "q_conv1d"} & {name for name, _ in self.named_children()}
-        plain = self.kind.name == "SimpleGatedLinearAttention"
+        plain = self.kind.plain
         activated = "qk" if self.kind.name == "MesaNet" else "" if plain and not conv else "qkv"
         name, default = self.kind.doubled
         return Form(activated, normed=not plain, doubled=bool(config.get(name, default)))
@@ -322,28 +295,6 @@ class RecurrentLayer(nn.Module):
         return children[self.kind.gate](x) if self.kind.gate in children else None
 
 
-def _kind_of(names: DeltaNames, within: set[str], config: _Settings) -> LayerKind:
-    """Class of a layer with these projections and these modules and tensors.
-
-    Raises:
-        ValueError: If there is none, it has no such tensor, or a setting makes another layer.
-    """
-    made_of = names.projections.keys()
-    for kind in LAYER_KINDS:
-        if kind.projections == made_of and (not kind.mark or kind.mark in within):
-            break
-    else:
-        listed, classes = ", ".join(sorted(within)), ", ".join(each.name for each in LAYER_KINDS)
-        raise ValueError(f"a recurrent layer must be of {classes}; got {listed}.")
-    known = {*names.projections.values(), names.output, names.norm, kind.gate, *_BESIDE}
-    for name in sorted(within - known):
-        raise ValueError(f"{shown(name)} is no part of a {kind.name}; {HOOK}.")
-    for name, value in kind.required.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"{name} must be {value} for {kind.name}, got {config[name]}; {HOOK}.")
-    return kind
-
-
 def _n_heads(names: DeltaNames, children: Mapping[str, nn.Module]) -> int:
     """Number of heads of values: each has one strength or gate."""
     if "ba" in names.projections:
@@ -362,18 +313,6 @@ def _weight(module: nn.Module) -> nn.Parameter:
         listed = ", ".join(name for name, _ in module.named_parameters())
         raise ValueError(f"projections and norms must be one weight with or without bias, got {listed}; {HOOK}.")  # fmt: skip
     return module.weight
-
-
-def _number(config: _Settings, name: str, default: float) -> float:
-    """Number that the config states, or the default.
-
-    Raises:
-        ValueError: If it is not above 0.
-    """
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} must be a number > 0, got {value}.")
-    return float(value)
 
 
 class RecurrentModel(nn.Module):
