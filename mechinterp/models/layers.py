@@ -3,7 +3,7 @@
 Most attention weights are averages f(s_i) / sum_j f(s_j). Linear and rectified attention have the weights C s_i and
 C max(s_i, 0), which do not sum to 1. A score of -inf masks a key: its weight is exactly 0. A query without readable keys
 gets a row of zeros with finite gradients. The compiled training steps (`training.one_layer.kernel`,
-`training.general.kernel`) have their own scores; tests compare them with this file.
+`training.general.kernel`) have their own softmax, linear and relu/L; tests compare them with this file.
 """
 
 from collections.abc import Callable

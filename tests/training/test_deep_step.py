@@ -66,7 +66,7 @@ def test_step_equals_automatic_differentiation(score: str, n_layers: int, d_mode
 
 MODEL = ModelConfig(context_only=True, score_slope=1.5)
 EVERY = slice(0, None)
-COMPILED = ("relu/L", "softmax")
+COMPILED = ("linear", "linear/L", "relu/L", "softmax")
 
 
 def heads(n_rows: int, n_prompts: int = LANES + 5) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ WAYS = [
     (("score=softmax",), torch.float64, {"written out"}),
     (("score=softmax", "d_model=null", "d_head=4"), torch.float32, {"written out", "compiled"}),
     (("score=linear/L",), torch.float32, set()),
-    (("score=linear/L", "norm=before"), torch.float32, set()),
+    (("score=linear/L", "norm=before"), torch.float32, {"compiled"}),
     (("score=softmax", "norm=before"), torch.float32, {"compiled"}),
     (("score=softmax", "d_mlp=32"), torch.float32, {"compiled"}),
     (("score=softmax", "biases=true"), torch.float32, {"compiled"}),

@@ -25,8 +25,8 @@ from mechinterp.training.lanes import (
     store_lanes,
 )
 
-SCORE_KINDS = ("relu/L", "softmax")
-_RELU, _SOFTMAX = range(len(SCORE_KINDS))
+SCORE_KINDS = ("linear", "relu/L", "softmax")
+_LINEAR, _RELU, _SOFTMAX = range(len(SCORE_KINDS))
 _HEADS = types.Array(types.float32, 4, "C")
 
 
@@ -134,7 +134,12 @@ def score_gradient(kind, factor, pattern, first, n, changes):
             centre = centre + load_lanes(pattern, first + j) * load_lanes(changes, j)
     for j in range(n):
         weight, change = load_lanes(pattern, first + j), load_lanes(changes, j)
-        change = weight * (change - centre) if kind == _SOFTMAX else where(weight, change * factor)
+        if kind == _SOFTMAX:
+            change = weight * (change - centre)
+        elif kind == _RELU:
+            change = where(weight, change * factor)
+        else:
+            change = change * factor
         store_lanes(changes, j, change)
 
 

@@ -2,7 +2,7 @@
 
 Stacks of linear attention run as a map of their tokens, other stacks of attention alone through the forward and backward
 pass written out below (1.1 to 1.6 times as fast as autograd), everything else through autograd. Attention with
-softmax and relu/L scores is compiled (`kernel.py`) for float32 on the processor, in both of the last two ways.
+softmax, linear and relu/L scores is compiled (`kernel.py`) for float32 on the processor, in both of the last two ways.
 
 In the passes written out the prompt is the last axis: the stream is [d_model, row, prompt], so that a product with weights
 is one matrix product. Rows are tokens, the query last. The last layer computes the query only.
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
-from mechinterp.config.model import NAMES
+from mechinterp.config.model import LINEAR, NAMES
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import is_normalised, pattern_and_slope
 from mechinterp.models.run.attend import Keys, Queries, attend_by_patterns
@@ -174,8 +174,11 @@ class _Attention:
         """Arguments of the kernel: number of keys, score function, factor on the scores."""
         from mechinterp.training.general.kernel import SCORE_KINDS
 
-        factor = 1.0 if self.score == "softmax" else self.slope / self.n_keys
-        return self.n_keys, SCORE_KINDS.index(self.score), factor
+        kind = "linear" if self.score in LINEAR else self.score
+        factor = 1.0 if kind == "softmax" else self.slope
+        if self.score.endswith("/L"):
+            factor /= self.n_keys
+        return self.n_keys, SCORE_KINDS.index(kind), factor
 
 
 class _Forward:
@@ -336,7 +339,7 @@ def _require_kernel() -> None:
 
 def _is_compiled(score: str, like: Tensor) -> bool:
     """True if the kernel computes these scores for tensors of this dtype and device."""
-    known = score in ("relu/L", "softmax")
+    known = score in (*LINEAR, "relu/L", "softmax")
     return known and like.device.type == "cpu" and like.dtype == torch.float32
 
 
