@@ -11,6 +11,7 @@ from mechinterp.config import override
 from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.presets import preset
 from mechinterp.training.general.trainer import DeepRun
+from mechinterp.training.normal import normal_numbers
 from mechinterp.training.one_layer import step as pack_module
 from mechinterp.training.one_layer.step import Pack
 
@@ -130,9 +131,11 @@ def test_step_of_a_recurrent_layer(versus, name: str):
 
 
 def draw() -> None:
+    """As a pack draws them."""
     task = preset("softmax-h2").task
     for step in range(STEPS):
-        draw_prompts(task, 256, generator=generator_for(0, "train", step))
+        generator = generator_for(0, "train", step)
+        draw_prompts(task, 256, generator=generator, numbers=normal_numbers)
 
 
 def draw_plainly() -> None:
@@ -148,3 +151,13 @@ def test_sampling_bounds_the_step(versus):
     """How many times faster training would be if it cost nothing but its prompts."""
     loop = plain.training(2)
     versus(f"drawing prompts alone, against {STEPS} steps of 2 heads", draw, lambda: loop(STEPS))
+
+
+def test_normal_numbers(versus):
+    """Plain: torch; the numbers have the same bits."""
+    size, generator = 64_256, torch.Generator()  # one step of the default task
+    versus(
+        "the normal numbers of 100 steps (plain: torch)",
+        lambda: [normal_numbers(size, generator) for _ in range(STEPS)],
+        lambda: [torch.empty(size).normal_(generator=generator) for _ in range(STEPS)],
+    )
