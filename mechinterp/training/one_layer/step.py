@@ -299,7 +299,7 @@ class Pack(TrainingRun[Weights]):
 
     @cached_property
     def _numbers(self) -> Numbers | None:
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or self.flat.dtype != torch.float32:
             return None
         from mechinterp.training.normal import normal_numbers  # loads the compiler
 
