@@ -96,6 +96,21 @@ def test_progress_is_1_for_the_algorithm_and_a_factor_for_its_multiple(
         assert progress.least == pytest.approx(factor, abs=1e-9)
 
 
+def test_a_layer_in_which_the_learner_moves_by_rounding_alone_counts_nothing() -> None:
+    """A fitted step of 9e-16 beside a model that does nothing there is 0/0."""
+    learner = BY_LABEL["gradient_descent"]
+    directions = directions_of(TASK, 40, seed=0)
+    assert directions is not None
+
+    def read(prompts: Prompts) -> Tensor:
+        return learner.predictions(PromptMoments(prompts, TASK), [0.0, 0.5], 2)
+
+    columns = ("layer 0", "layer 1")
+    progress = progress_of(directions, read, learner, np.array([9e-16, 0.5]), 2, columns)
+    assert progress.least == pytest.approx(1, abs=1e-9)
+    assert progress.where == "layer 1"
+
+
 def test_progress_along_one_direction_is_that_of_the_mean_step() -> None:
     """One step of descent with matrix M on one context: x_query^T M S beta, along all directions at once."""
     directions = directions_of(KMS, 40, seed=3)

@@ -19,6 +19,8 @@ from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 
+ROUNDING = 1e-9
+"""A learner whose step in a layer is below this fraction of its largest one stands still there; fitted steps of 0 are about 1e-15."""
 CONTEXT_STEP = 21
 """Step of the random stream from which the contexts are drawn."""
 MOST_CONTEXTS, LEAST_CONTEXTS = 16, 2
@@ -115,8 +117,8 @@ def progress_of(
         read: Function of prompts that gives the model's predictions, one for each column.
     Returns:
         Smallest u^T C u / u^T A u over u, with `Directions.progress` C of the model and A of the learner. Layers in which
-        the learner itself makes no progress along some direction are left out, as are directions in which a learner that
-        is not linear in y stands still.
+        the learner itself makes no progress along some direction, or none but rounding, are left out, as are directions in
+        which a learner that is not linear in y stands still.
     Source:
         Derived here.
     """
@@ -125,11 +127,13 @@ def progress_of(
     linear = learner.linear_in_y
     by_learner = directions.progress(path, linear=linear)
     by_model = directions.progress(read(directions.prompts), linear=linear)
+    largest = max(abs(A).max() for layer in by_learner for A in layer)
     least = LeastProgress(1.0, columns[-1])
     for layer, name in enumerate(columns):
         for A, C in zip(by_learner[layer], by_model[layer], strict=True):
             values, vectors = np.linalg.eigh(A)
-            moves = values > LEAST_VARIANCE * abs(values).max(initial=0)
+            still = max(LEAST_VARIANCE * abs(values).max(initial=0), ROUNDING * largest)
+            moves = values > still
             if not np.isfinite(C).all() or (linear and not moves.all()) or not moves.any():
                 continue
             scaled = vectors[:, moves] / np.sqrt(values[moves])
