@@ -1,7 +1,7 @@
 """Methods scored on version 2 of the suite of known answers, each against every truth.
 
 A method is a function of an entry without its truth. docs/results/known_answers.md has the formula of each.
-Run: python -m analyses.known.methods [FOLDER] (an hour); it writes a submission for each method that has none, so that a
+Run: python -m analyses.known.methods [FOLDER] (about half an hour of processor time); it writes a submission for each method that has none, so that a
 run which was stopped goes on."""
 
 import re
