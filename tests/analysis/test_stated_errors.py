@@ -136,13 +136,14 @@ class R2:
 
 
 def algorithms(source: Checkpoint, **drawn: int) -> dict[str, R2]:
-    """R² of the last prediction and after each layer, learner by learner; in other settings the error of the fit is left
-    out (docs/results/labels.md)."""
+    """R² of the last prediction and after each layer, learner by learner.
+
+    In other settings, and for the learner with the most scalars, the error of the fit is left out (docs/results/labels.md)."""
     frame = name_algorithm(source, **drawn).to_frame().set_index("learner")
     columns = [name for name in frame if re.fullmatch(r"(layer_\d+_)?r2", name)]
     return {
         f"{learner} {name}": R2(row[name], row[f"{name}_sem"])
-        for learner, row in frame.iterrows()
+        for learner, row in frame.drop("preprocess_then_optimise").iterrows()
         for name in columns
     }
 
