@@ -90,22 +90,12 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         # pinv makes about six arrays of the size of x.
         size = 6 * prompts.x[0].numel() * prompts.x.element_size()
         parts = chunks(len(prompts), max(1, CHUNK_BYTES // max(1, size)))
-        beta = torch.cat([_least_norm(prompts.x[r], prompts.y[r]) for r in parts])
+        beta = torch.cat([torch.linalg.pinv(prompts.x[r]) @ prompts.y[r] for r in parts])
     else:
         gram = prompts.x.mT @ prompts.x
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         beta = torch.linalg.solve(gram + penalty * identity, prompts.x.mT @ prompts.y)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
-
-
-def _least_norm(
-    x: Float[Tensor, "batch context d_x"], y: Float[Tensor, "batch context d_y"]
-) -> Float[Tensor, "batch d_x d_y"]:
-    """Least squares of minimal norm."""
-    if x.device.type == "cpu" and x.numel():
-        # A pivoted QR decomposition, which finds the rank, takes an eighth of the time of pinv, which takes singular values.
-        return torch.linalg.lstsq(x, y, driver="gelsy").solution
-    return torch.linalg.pinv(x) @ y
 
 
 def ridge_path(prompts: Prompts, penalties: Sequence[float]) -> Float[Tensor, "penalty batch d_y"]:

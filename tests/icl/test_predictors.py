@@ -276,22 +276,3 @@ def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
 def test_settings_out_of_range_are_refused(call, words: tuple):
     with refused(*words):
         call()
-
-
-@pytest.mark.parametrize(("n_pairs", "d_x"), [(6, 3), (3, 6), (5, 5), (1, 4), (4, 1)])
-@pytest.mark.parametrize("kind", ["full", "zero", "one pair", "one column"])
-def test_least_squares_is_the_one_of_least_norm_at_every_rank(n_pairs: int, d_x: int, kind: str):
-    generator = torch.Generator().manual_seed(0)
-    x, y, query = (
-        torch.randn(8, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((n_pairs, d_x), (n_pairs, 2), (d_x,))
-    )
-    x = {
-        "full": x,
-        "zero": torch.zeros_like(x),
-        "one pair": x[:, :1].expand(-1, n_pairs, -1),
-        "one column": x[:, :, :1].expand(-1, -1, d_x),
-    }[kind].contiguous()
-    given = Prompts.from_arrays(x, y, query, torch.zeros(8, 2, dtype=torch.float64))
-    expected = (query[:, None] @ torch.linalg.pinv(x) @ y)[:, 0]
-    torch.testing.assert_close(ridge(given, penalty=0), expected, rtol=1e-12, atol=1e-12)
