@@ -90,12 +90,36 @@ def ridge(prompts: Prompts, *, penalty: float) -> Float[Tensor, "batch d_y"]:
         # pinv makes about six arrays of the size of x.
         size = 6 * prompts.x[0].numel() * prompts.x.element_size()
         parts = chunks(len(prompts), max(1, CHUNK_BYTES // max(1, size)))
-        beta = torch.cat([torch.linalg.pinv(prompts.x[r]) @ prompts.y[r] for r in parts])
+        beta = torch.cat([_least_norm(prompts.x[r], prompts.y[r]) for r in parts])
     else:
         gram = prompts.x.mT @ prompts.x
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         beta = torch.linalg.solve(gram + penalty * identity, prompts.x.mT @ prompts.y)
     return einsum(beta, prompts.x_query, "batch d_x d_y, batch d_x -> batch d_y")
+
+
+def _least_norm(
+    x: Float[Tensor, "batch context d_x"], y: Float[Tensor, "batch context d_y"]
+) -> Float[Tensor, "batch d_x d_y"]:
+    """Least squares of minimal norm: by QR where the rank is clearly full, else by singular values, which take several times as long."""
+    wide = x.shape[1] < x.shape[2]
+    q, r = torch.linalg.qr(x.mT if wide else x)
+    with torch.no_grad():
+        identity = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
+        inverse = torch.linalg.solve_triangular(r, identity.expand_as(r), upper=True)
+        condition = torch.linalg.matrix_norm(r) * torch.linalg.matrix_norm(inverse)
+        full = condition < torch.finfo(x.dtype).eps ** -0.5  # False for NaN, too
+    q, r, y_full = q[full], r[full], y[full]
+    by_qr = (
+        q @ torch.linalg.solve_triangular(r.mT, y_full, upper=False)
+        if wide
+        else torch.linalg.solve_triangular(r, q.mT @ y_full, upper=True)
+    )
+    if full.all():
+        return by_qr
+    beta = by_qr.new_empty(len(x), *by_qr.shape[1:])
+    beta[full], beta[~full] = by_qr, torch.linalg.pinv(x[~full]) @ y[~full]
+    return beta
 
 
 def ridge_path(prompts: Prompts, penalties: Sequence[float]) -> Float[Tensor, "penalty batch d_y"]:

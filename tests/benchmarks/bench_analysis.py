@@ -10,7 +10,6 @@ from mechinterp.analysis.learners import nearest
 from mechinterp.analysis.one_layer import random_null as null
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.load import load
-from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.report.to_json import to_json
 
@@ -35,23 +34,6 @@ def test_classification(versus):
 
     name = f"classification of {len(folders)} checkpoint folders"
     versus(name, ours, without_caches, prepare=ours)
-
-
-def test_least_squares(versus):
-    """Plain: by singular values, as `torch.linalg.pinv` takes them."""
-    prompts = draw_prompts(TaskConfig(d_x=80, context_length=160), 512, dtype=torch.float64)
-
-    def plain() -> torch.Tensor:
-        beta = torch.linalg.pinv(prompts.x) @ prompts.y
-        return (prompts.x_query[:, None] @ beta)[:, 0]
-
-    torch.testing.assert_close(ridge(prompts, penalty=0), plain(), rtol=1e-9, atol=1e-9)
-    versus(
-        "least squares of 80 coordinates from 160 pairs, 512 prompts (plain: pinv)",
-        lambda: ridge(prompts, penalty=0),
-        plain,
-        rounds=3,
-    )
 
 
 EVERY, TIMED = 1000, 20

@@ -276,3 +276,38 @@ def test_lasso_meets_the_conditions_of_its_minimum(sparse: Prompts):
 def test_settings_out_of_range_are_refused(call, words: tuple):
     with refused(*words):
         call()
+
+
+@pytest.mark.parametrize(("n_pairs", "d_x"), [(6, 3), (3, 6), (5, 5), (1, 4), (4, 1)])
+def test_least_squares_is_the_one_of_least_norm_at_every_rank(n_pairs: int, d_x: int):
+    """Prompts of one batch have full rank, columns of zeros, equal columns, equal pairs, nearly equal columns, and zeros alone."""
+    rng = np.random.default_rng(0)
+    x, y, query = (
+        rng.normal(size=(42, n_pairs, d_x)),
+        rng.normal(size=(42, n_pairs, 2)),
+        rng.normal(size=(42, d_x)),
+    )
+    x[1::6, :, rng.integers(d_x)] = 0
+    x[2::6] = x[2::6, :, :1]
+    x[3::6] = x[3::6, :1]
+    x[4::6, :, -1] = x[4::6, :, 0] * (1 + 1e-4 * rng.normal(size=n_pairs))
+    x[5::12] = 0
+    given = Prompts.from_arrays(x, y, query, np.zeros((42, 2)))
+    expected = [
+        q @ np.linalg.pinv(one, rcond=max(one.shape) * np.finfo(float).eps) @ t
+        for one, t, q in zip(x, y, query, strict=True)
+    ]
+    np.testing.assert_allclose(ridge(given, penalty=0), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_the_gradient_of_least_squares_is_that_of_the_pseudoinverse():
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    x[1] = 0
+    x[2, :, 1] = x[2, :, 0]
+    y = torch.randn(4, 6, 1, dtype=torch.float64, requires_grad=True)
+    query = torch.randn(4, 3, dtype=torch.float64)
+    given = Prompts.from_arrays(x, y.detach(), query, torch.zeros(4, 1, dtype=torch.float64))
+    (found,) = torch.autograd.grad(ridge(replace(given, y=y), penalty=0).sum(), y)
+    torch.testing.assert_close(
+        found, (query[:, None] @ torch.linalg.pinv(x)).mT, rtol=1e-10, atol=1e-12
+    )
