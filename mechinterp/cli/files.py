@@ -38,7 +38,8 @@ class Files:
     def source(
         self, path: Path, context_length: int | None = None
     ) -> "Checkpoint | HookedModule | Learner":
-        """The same, or a function of prompts my_module:mine."""
+        """Checkpoint, module or function of prompts my_module:mine; assumptions are printed to standard
+        error."""
         from mechinterp.checkpoints.checkpoint import Checkpoint
         from mechinterp.checkpoints.plain_modules import HookedModule
 
@@ -59,7 +60,7 @@ class Files:
         return found
 
     def opened(self, path: Path) -> "Checkpoint | HookedModule | Learner":
-        """The same without a word about assumptions; a file with recurrent layers of libraries is a module."""
+        """Checkpoint, module or function, without a word about assumptions; a file with recurrent layers of libraries is a module."""
         if is_own_model(path):
             return own_source(str(path), self.hints, self.device)
         from mechinterp.checkpoints.foreign.kinds import RecurrentError

@@ -80,6 +80,10 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     _require_taken(named, hints)
     made = own_object(named)
     if is_learner(made) and _n_required(made) == 1:
+        if hints.n_heads is not None:
+            raise ValueError(
+                f"{named}: a function of prompts has no heads, got n_heads {hints.n_heads}."
+            )
         return _named_in_errors(made, named)
     rule = (
         f"{named}: must be a torch.nn.Module, a hooked module, a function that makes one without arguments, "
@@ -131,7 +135,7 @@ class OwnFunctionError(ValueError, RuntimeError):
 
 
 def _named_in_errors(function: "Learner", named: str) -> "Learner":
-    """The function, whose errors are one line with their place."""
+    """The function under this name, whose errors are one line with their place."""
     from mechinterp.checkpoints.io.files import one_line
 
     @wraps(function)
@@ -145,6 +149,8 @@ def _named_in_errors(function: "Learner", named: str) -> "Learner":
                 f"{named}: ended in {type(error).__name__}: {one_line(error).removesuffix('.')} ({place})."
             ) from None
 
+    # A lambda and a functools.partial have no name of their own.
+    run.__module__, _, run.__name__ = named.partition(":")
     return run
 
 

@@ -182,6 +182,7 @@ def transform_groups(numbers):
 
 @compiled(exact=True)
 def twisted(word, following):
+    """Highest bit of a word and the other bits of the following one, through the matrix of the Mersenne Twister."""
     mixed = ((word & _UPPER) | (following & _LOWER)) >> np.uint32(1)
     return mixed ^ ((np.uint32(0) - (following & np.uint32(1))) & _TWIST)
 

@@ -16,6 +16,7 @@ from mechinterp.report.to_json import dumps, to_json
 from tests.conftest import Run
 
 SOURCE = """
+from functools import partial
 import torch
 from torch import nn
 from mechinterp import hook_module
@@ -31,6 +32,10 @@ def build():
 
 def half_of_the_first(prompts):
     return prompts.y[:, 0] / 2
+
+
+first_times = partial(lambda factor, prompts: factor * prompts.y[:, 0], 0.5)
+half_in_a_lambda = lambda prompts: prompts.y[:, 0] / 2
 
 
 def two(prompts, seed):
@@ -91,6 +96,18 @@ def test_a_function_of_prompts_is_analysed_as_in_python(run: Run, mine: Path, na
     )
 
 
+@pytest.mark.parametrize("own", ["first_times", "half_in_a_lambda"])
+def test_a_function_without_a_name_has_the_one_that_was_typed(run: Run, mine: Path, own: str):
+    words = ("--task", "task.json", "--n-prompts", 256, "--json", "--quiet")
+    shown, named = (
+        run("response", f"module_of_mine:{each}", *words).done().document
+        for each in (own, "half_of_the_first")
+    )
+    assert shown.pop("path") == f"module_of_mine:{own}"
+    del named["path"]
+    assert shown == named
+
+
 @pytest.mark.parametrize("name", OF_FUNCTIONS)
 def test_a_function_in_float32_gives_the_numbers_of_float64(run: Run, mine: Path, name: str):
     lines = "import torch\nW = torch.eye(3)\ndef model(prompts):\n    w = (prompts.y * prompts.x).mean(1)\n"
@@ -147,6 +164,7 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
         (("ablate", "module_of_mine:none"), ("'none'",)),
         (("classify", "module_of_mine:half_of_the_first"), ("function of prompts", "response")),
         (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
+        (("response", "module_of_mine:first_times", "--n-heads", 2), ("no heads", "2")),
         (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],

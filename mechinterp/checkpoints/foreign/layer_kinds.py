@@ -18,7 +18,7 @@ class LayerKind:
 
     name: str
     projections: frozenset[str]
-    """What its projections compute, the keys of `DeltaNames.projections`."""
+    """Parts that its projections compute, the keys of `DeltaNames.projections`."""
     mark: str
     """Module or tensor that it has besides; "" for none."""
     key_heads: str = ""

@@ -43,7 +43,7 @@ class Form:
     """Steps between the projections of a layer and its state."""
 
     activated: str
-    """Those of q, k and v that go through silu; mesa layers do not activate values."""
+    """Letters of q, k and v that go through silu; mesa layers do not activate values."""
     normed: bool
     """True: queries and keys have length 1."""
     doubled: bool

@@ -273,7 +273,7 @@ class _Runs:
         return projected(self.heads, parts, output, turned=self.place.heads_turned)
 
     def _before_norm(self, norm: nn.Module, args: tuple) -> tuple:
-        """What a recurrent layer reads from its state, after the hook points of its parts."""
+        """Values that a recurrent layer reads from its state, after the hook points of its parts."""
         if self.heads.delta is not None:
             self.heads.delta.noted["z"] = args[0]
         delta = self._recurrence()

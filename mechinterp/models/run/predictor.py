@@ -146,7 +146,7 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
 
 
 def output_of(learner: Learner, prompts: Prompts) -> Any:
-    """What a function of prompts gives; for prompts in float32 if it does not run in float64."""
+    """Output of a function of prompts, before any check; for prompts in float32 if it does not run in float64."""
     try:
         return learner(prompts)
     except RuntimeError:
