@@ -18,7 +18,7 @@ from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
 from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.score import LazyReadings
+from mechinterp.checkpoints.foreign.readings.losses import LazyReadings
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.module_weights import ModuleProof, proof_of
 from mechinterp.checkpoints.plain_modules import HookedModule, hook_module

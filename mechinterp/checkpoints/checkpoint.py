@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.readings.losses import Reading
 from mechinterp.checkpoints.io.files import writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays

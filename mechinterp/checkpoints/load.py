@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mechinterp.checkpoints import checkpoint as native
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of
-from mechinterp.checkpoints.foreign.formats import NAMED
 from mechinterp.checkpoints.foreign.options import Hints, with_options
 from mechinterp.checkpoints.foreign.read import read_foreign
 from mechinterp.checkpoints.foreign.settings import Stored, settings_of
+from mechinterp.checkpoints.foreign.tensors.formats import NAMED
 from mechinterp.checkpoints.hub import downloaded, is_repository
 from mechinterp.checkpoints.io.files import CheckpointError, naming
 from mechinterp.checkpoints.io.tensor_files import (

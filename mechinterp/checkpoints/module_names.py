@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from mechinterp.checkpoints.foreign.names import ATTENTION, Piece, piece_of
+from mechinterp.checkpoints.foreign.tensors.names import ATTENTION, Piece, piece_of
 from mechinterp.models.hooked.followed import BY_HEAD
 
 IN_MODULES = {"query_key_value": "qkv", "q_b_proj": "q_proj", "kv_b_proj": "kv_proj"}

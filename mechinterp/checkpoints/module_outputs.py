@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.foreign.names import INNER
+from mechinterp.checkpoints.foreign.tensors.names import INNER
 from mechinterp.checkpoints.module_input import Trial
 from mechinterp.checkpoints.module_names import weights_of
 from mechinterp.models.hooked.delta_layers import delta_names

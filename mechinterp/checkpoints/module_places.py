@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mechinterp.checkpoints.foreign.names import INNER, TABLE, piece_of
+from mechinterp.checkpoints.foreign.tensors.names import INNER, TABLE, piece_of
 from mechinterp.checkpoints.module_input import Trial
 from mechinterp.checkpoints.module_names import NOT_CALLED, weights_of
 from mechinterp.checkpoints.module_outputs import note_input, require_heads_outputs, run_order

@@ -15,9 +15,9 @@ from einops import einsum
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from mechinterp.checkpoints.foreign.assemble import Tried
-from mechinterp.checkpoints.foreign.candidates import FINER_BASES as BASES
-from mechinterp.checkpoints.foreign.candidates import ROTARY_BASE as USUAL
+from mechinterp.checkpoints.foreign.readings.assemble import Tried
+from mechinterp.checkpoints.foreign.readings.choices import FINER_BASES as BASES
+from mechinterp.checkpoints.foreign.readings.choices import ROTARY_BASE as USUAL
 from mechinterp.checkpoints.module_state import ModuleParts
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.config import ModelConfig

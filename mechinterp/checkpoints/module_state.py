@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.foreign.layout import layout_of
-from mechinterp.checkpoints.foreign.names import piece_of
+from mechinterp.checkpoints.foreign.tensors.layout import layout_of
+from mechinterp.checkpoints.foreign.tensors.names import piece_of
 from mechinterp.checkpoints.module_names import PROJECTION_PARTS, weights_of
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mechinterp.checkpoints.foreign.options import Hints, stated_option
 from mechinterp.checkpoints.foreign.read import read_proven
-from mechinterp.checkpoints.foreign.recorded import Recording, recording_of
-from mechinterp.checkpoints.foreign.refusals import HOOK
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.readings.losses import Reading
+from mechinterp.checkpoints.foreign.readings.recorded import Recording, recording_of
+from mechinterp.checkpoints.foreign.tensors.refusals import HOOK
 from mechinterp.checkpoints.module_function import HALF
 from mechinterp.checkpoints.plain_modules import HookedModule
 from mechinterp.icl.prompts import draw_prompts

@@ -63,7 +63,7 @@ class Files:
         """Checkpoint, module or function, without a word about assumptions; a file with recurrent layers of libraries is a module."""
         if is_own_model(path):
             return own_source(str(path), self.hints, self.device)
-        from mechinterp.checkpoints.foreign.kinds import RecurrentError
+        from mechinterp.checkpoints.foreign.tensors.kinds import RecurrentError
         from mechinterp.checkpoints.io.files import CheckpointError
 
         try:

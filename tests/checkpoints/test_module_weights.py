@@ -19,7 +19,7 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
-from mechinterp.checkpoints.foreign.recorded import EXACT
+from mechinterp.checkpoints.foreign.readings.recorded import EXACT
 from mechinterp.checkpoints.module_function import deviation
 from mechinterp.checkpoints.module_weights import (
     MOST_READINGS,

@@ -57,7 +57,7 @@ from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.response.response import response
 from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
-from mechinterp.checkpoints.foreign.agreed import over_readings
+from mechinterp.checkpoints.foreign.readings.agreed import over_readings
 from mechinterp.checkpoints.module_weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm

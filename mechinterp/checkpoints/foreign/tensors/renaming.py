@@ -5,8 +5,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.layout import layout_of
-from mechinterp.checkpoints.foreign.names import TENSOR_KINDS, Tensors, is_harmless, is_mask, shown
+from mechinterp.checkpoints.foreign.tensors.layout import layout_of
+from mechinterp.checkpoints.foreign.tensors.names import (
+    TENSOR_KINDS,
+    Tensors,
+    is_harmless,
+    is_mask,
+    shown,
+)
 
 UNUSED, _MASK = DROPPED = ("unused", "mask")
 """Known names whose tensors are dropped; a mask must look like one."""

@@ -4,38 +4,23 @@ The loss decides on the scale, the columns and how parts are combined, as traini
 them. It does not decide on the score: a model trained with softmax scores can predict better with
 linear ones. So the best reading of every score is kept, unless it predicts nothing."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from mechinterp.checkpoints.foreign.assemble import Tried
-from mechinterp.checkpoints.foreign.candidates import (
+from mechinterp.checkpoints.foreign.options import flag_of
+from mechinterp.checkpoints.foreign.readings.case import Case
+from mechinterp.checkpoints.foreign.readings.choices import DOUBTED, REFINED_NAMES, near_values
+from mechinterp.checkpoints.foreign.readings.losses import (
     AGAIN,
-    DOUBTED,
-    REFINED_NAMES,
-    Case,
-    Errors,
+    MARGIN,
     Look,
+    Reading,
+    below,
     looked_at,
     n_prompts_for,
-    near_values,
+    ranked,
 )
-from mechinterp.checkpoints.foreign.options import flag_of
-from mechinterp.models.weights import Weights
-
-_ROUNDING = 1e-12
-"""Standard errors below this count as 0."""
-MARGIN, ERRORS = 0.05, 3.0
-"""A loss is below another if it is lower by more than this fraction and this many standard errors,
-else they tie.
-
-Larger values make more readings tie.
-"""
 
 MAX_READINGS = 64
 MOST_REFINED = 24
@@ -69,115 +54,6 @@ REFINED_MARGIN = 0.01
 mistake gets worse, but a wrong task can make it better by a little."""
 MOST_PACKED, N_PACKED = 16, 256
 """Numbers of readings of each packing, and of prompts, that decide on the packing of a qkv matrix."""
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """One possible meaning of a file's tensors."""
-
-    tried: Tried
-    build: Callable[[], Weights]
-    """Makes the weights on first use, as all readings together are many times as large as the file.
-    """
-    loss: float
-    """Mean squared error relative to that of predicting 0, on prompts of the assumed task."""
-    loss_sem: float
-    predicts: bool
-    """True if the loss is clearly below that of predicting 0."""
-    ties: bool
-    """True if no reading predicts clearly better, and this one predicts if any does."""
-    stands: bool
-    """False if another reading predicts clearly better, and has the same score or this one does not
-    predict."""
-
-    @cached_property
-    def weights(self) -> Weights:
-        """Weights under this reading."""
-        return self.build()
-
-    def to_document(self) -> dict[str, object]:
-        """Its choices, its loss, and the flag `stands`."""
-        numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
-        return {**self.tried, **numbers}
-
-    def __repr__(self) -> str:
-        named = ", ".join(
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self.tried.items()
-        )
-        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > _ROUNDING else ""
-        return f"{named or 'as it is'}: {self.loss:.3g}{error}"
-
-
-class LazyReadings(Sequence[Reading]):
-    """Readings that are tried on first use."""
-
-    def __init__(self, make: Callable[[], Sequence[Reading]]) -> None:
-        self.make = make
-
-    @cached_property
-    def every(self) -> Sequence[Reading]:
-        return self.make()
-
-    def __getitem__(self, row: int | slice) -> Any:
-        return self.every[row]
-
-    def __len__(self) -> int:
-        return len(self.every)
-
-
-def ranked(
-    candidates: Sequence[tuple[Tried, Callable[[], Weights]]],
-    errors: Sequence[Errors],
-) -> list[Reading]:
-    """Readings, the best first; those that tie with the best keep the given order, as all do if
-    none predicts.
-
-    Args:
-        errors: Errors per reading, on the same number of prompts; differences are paired, which is
-            exact for the same prompts.
-    """
-    best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
-    any_predicts = below(best, zero)
-    rivals: dict[object, Tensor] = {}
-    for (tried, _), (error, _) in zip(candidates, errors, strict=True):
-        score = tried.get("score")
-        if score not in rivals or error.mean() < rivals[score].mean():
-            rivals[score] = error
-    readings, alike = [], []
-    for (tried, build), (error, zero) in zip(candidates, errors, strict=True):
-        loss, predicts = float(error.mean()), below(error, zero)
-        # The standard error of heavy tails is large: a reading that may be no better than 0 does
-        # not tie with one that predicts.
-        ties = not below(best, error) and (predicts or not any_predicts)
-        first_of_score = loss < 1 - MARGIN and not below(rivals[tried.get("score")], error)
-        reading = Reading(
-            tried=tried,
-            build=build,
-            loss=loss,
-            loss_sem=float((error - loss * zero).std() / len(zero) ** 0.5),
-            predicts=predicts,
-            ties=ties,
-            stands=not any_predicts or ties or first_of_score,
-        )
-        readings.append(reading)
-        alike.append(ties and not below(best, error, margin=0.0))
-    if not any(each.predicts for each in readings):
-        return readings
-    rows = range(len(readings))
-    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
-    return [readings[i] for i in order]
-
-
-def below(error: Tensor, other: Tensor, margin: float = MARGIN) -> bool:
-    """True if the mean of `error` is clearly below that of `other`; False if it is not finite."""
-    if not torch.isfinite(error).all():
-        return False
-    gap = (other - error).nan_to_num(torch.inf)
-    if not torch.isfinite(gap).all():
-        return True
-    clear = gap.mean() > ERRORS * gap.std() / len(gap) ** 0.5
-    return bool(clear and gap.mean() > margin * other.mean())
 
 
 def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[str]]:

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mechinterp.checkpoints.foreign.options import flag_of
-from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
+from mechinterp.checkpoints.foreign.readings.losses import LazyReadings, Reading
 
 
 @runtime_checkable

@@ -11,14 +11,15 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.layout import Layout
-from mechinterp.checkpoints.foreign.matrices import (
+from mechinterp.checkpoints.foreign.options import Hints, stated_or_given
+from mechinterp.checkpoints.foreign.tensors.layout import Layout
+from mechinterp.checkpoints.foreign.tensors.matrices import (
     Matrix,
     attention_matrices,
     require_first,
     require_matrix,
 )
-from mechinterp.checkpoints.foreign.names import (
+from mechinterp.checkpoints.foreign.tensors.names import (
     ATTENTION,
     TRANSPOSED,
     Piece,
@@ -28,8 +29,7 @@ from mechinterp.checkpoints.foreign.names import (
     shown,
     weight_of,
 )
-from mechinterp.checkpoints.foreign.options import Hints, stated_or_given
-from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
+from mechinterp.checkpoints.foreign.tensors.refusals import TensorError, require_numbers
 
 GROUPED = "grouped or multi-query attention is not read"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import KNOWN, shown
+from mechinterp.checkpoints.foreign.tensors.names import KNOWN, shown
 from mechinterp.checkpoints.io.files import naming
 from mechinterp.checkpoints.io.headers import require_finite
 

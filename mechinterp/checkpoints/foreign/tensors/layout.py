@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mechinterp.checkpoints.foreign.names import (
+from mechinterp.checkpoints.foreign.tensors.names import (
     ATTENTION,
     COMPLETE,
     ENDS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import (
+from mechinterp.checkpoints.foreign.tensors.names import (
     ATTENTION,
     TORCH,
     TRANSPOSED,
@@ -15,7 +15,7 @@ from mechinterp.checkpoints.foreign.names import (
     name_of,
     shown,
 )
-from mechinterp.checkpoints.foreign.refusals import TensorError
+from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.names import Tensors
-from mechinterp.checkpoints.foreign.parts import Parts
+from mechinterp.checkpoints.foreign.tensors.names import Tensors
+from mechinterp.checkpoints.foreign.tensors.parts import Parts
 from mechinterp.config import ModelConfig
 from mechinterp.fields import build
 from mechinterp.models.weights import Weights

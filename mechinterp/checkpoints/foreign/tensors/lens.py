@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.kinds import WORD_MODEL
-from mechinterp.checkpoints.foreign.layout import Layout, layout_of
-from mechinterp.checkpoints.foreign.names import ATTENTION, Tensors, is_harmless
-from mechinterp.checkpoints.foreign.refusals import TensorError
+from mechinterp.checkpoints.foreign.tensors.kinds import WORD_MODEL
+from mechinterp.checkpoints.foreign.tensors.layout import Layout, layout_of
+from mechinterp.checkpoints.foreign.tensors.names import ATTENTION, Tensors, is_harmless
+from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
 from mechinterp.config.model import NAMES
 
 _PREFIX = "blocks.0.attn."

@@ -4,10 +4,9 @@ import re
 from dataclasses import replace
 
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.folded import is_products, of_products
-from mechinterp.checkpoints.foreign.formats import (
+from mechinterp.checkpoints.foreign.options import Hints
+from mechinterp.checkpoints.foreign.tensors.formats import (
     BY_NAMES,
     HOOKED,
     LAYERED,
@@ -17,10 +16,10 @@ from mechinterp.checkpoints.foreign.formats import (
     PRODUCTS,
     Format,
 )
-from mechinterp.checkpoints.foreign.kinds import require_known_kind
-from mechinterp.checkpoints.foreign.layout import Layout, layout_of
-from mechinterp.checkpoints.foreign.lens import hooked_layer
-from mechinterp.checkpoints.foreign.names import (
+from mechinterp.checkpoints.foreign.tensors.kinds import require_known_kind
+from mechinterp.checkpoints.foreign.tensors.layout import Layout, layout_of
+from mechinterp.checkpoints.foreign.tensors.lens import hooked_layer
+from mechinterp.checkpoints.foreign.tensors.names import (
     ATTENTION,
     TENSOR_KINDS,
     Tensors,
@@ -28,9 +27,9 @@ from mechinterp.checkpoints.foreign.names import (
     piece_of,
     shown,
 )
-from mechinterp.checkpoints.foreign.options import Hints
-from mechinterp.checkpoints.foreign.refusals import TensorError, require_numbers
-from mechinterp.checkpoints.foreign.stacks import unstacked
+from mechinterp.checkpoints.foreign.tensors.products import is_products, of_one_matrix, of_products
+from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
+from mechinterp.checkpoints.foreign.tensors.stacks import unstacked
 
 _ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 NORM_WORDS = "norm|ln|rms"
@@ -55,7 +54,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
         known, stated = hooked_layer(tensors)
         form = replace(form, fixed={**form.fixed, **stated})
     elif form is ONE_MATRIX:
-        known = _of_one_matrix(known, hints)
+        known = of_one_matrix(known, hints)
     layout = layout_of(known)
     strange = [p.name for p in layout.pieces if form.attention_alone and p.part not in ATTENTION]
     strange = [*layout.unknown, *strange]
@@ -189,24 +188,3 @@ def _attention_alone(tensors: Tensors) -> bool:
     return {piece.part for piece in pieces} <= set(ATTENTION) and len(
         {p.layer for p in pieces}
     ) == 1
-
-
-def _of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:
-    """One square matrix as a merged head whose OV circuit passes on y.
-
-    d_x says whether the matrix acts on x alone or on x and y.
-
-    Raises:
-        ValueError: If d_x is not stated, or d_x or d_y does not fit the matrix.
-    """
-    ((name, W),) = tensors.items()
-    require_numbers(W, name)
-    if hints.d_x not in (len(W) - 1, len(W)):
-        got = "no --d-x (d_x=)" if hints.d_x is None else hints.d_x
-        raise ValueError(f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {got}.")  # fmt: skip
-    if hints.d_y not in (None, 1):
-        raise ValueError(f"d_y must be 1 for a single matrix, got {hints.d_y}.")
-    W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))
-    OV = W.new_zeros(1, len(W), len(W))
-    OV[0, -1, -1] = 1
-    return {"QK": W[None], "OV": OV}

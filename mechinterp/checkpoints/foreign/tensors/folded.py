@@ -1,13 +1,12 @@
-"""Tensors of a file in plain form: masks of pruning, factors of norms and low-rank additions are multiplied out, and the
-tensors of known research code get the names of attention."""
+"""Tensors of a file in plain form: masks of pruning, factors of norms and low-rank additions are multiplied out, and matrices
+packed per head are put in the usual order."""
 
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import Tensors, shown
+from mechinterp.checkpoints.foreign.tensors.names import Tensors, shown
 
 PER_HEAD = "query_key_value"
 """Name of a qkv matrix that is packed per head."""
@@ -39,6 +38,7 @@ def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor
     Raises:
         ValueError: If a LoRA has no stated scale, or a tensor of a changed weight is missing.
     Example:
+        >>> import torch
         >>> state = {"q.weight_orig": torch.ones(2, 2), "q.weight_mask": torch.eye(2)}
         >>> folded(state, {})["q.weight"].tolist()
         [[1.0, 0.0], [0.0, 1.0]]
@@ -92,68 +92,6 @@ def _with_low_rank(tensors: dict[str, Tensor], scale: object) -> dict[str, Tenso
         if (bias := tensors.pop(f"{found[1]}.base_layer.bias", None)) is not None:
             tensors[f"{found[1]}.bias"] = bias
     return tensors
-
-
-def is_products(tensors: Tensors) -> bool:
-    """True if all tensors are `allparam`, or one P and one Q for each layer."""
-    return bool(_products(tensors))
-
-
-def _products(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """P and Q [head, n, n] of each layer; empty if the tensors are others."""
-    if len(tensors) == 1:
-        ((name, every),) = tensors.items()
-        shaped = every.ndim == 5 and every.shape[2] == 2 and every.shape[3] == every.shape[4] > 1
-        if name.rpartition(".")[2] != "allparam" or not shaped:
-            return []
-        return [(layer[:, 0], layer[:, 1]) for layer in every]
-    found = {
-        name: re.fullmatch(r"(?:(.*)[._])?([PQ])(?:[._](\d+))?(?:[.]weight)?", name)
-        for name in tensors
-    }
-    if not tensors or not all(found.values()):
-        return []
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, match in found.items():
-        if match is not None:
-            layers.setdefault(f"{match[1]}.{match[3]}", {})[match[2]] = tensors[name]
-    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-    (shape,) = shapes if len(shapes) == 1 else ((),)
-    if (
-        len(shape) != 2
-        or shape[0] != shape[1]
-        or any(layer.keys() != {"P", "Q"} for layer in layers.values())
-    ):
-        return []
-    order = sorted(layers, key=lambda key: [int(n) for n in re.findall(r"\d+", key)])
-    return [(layers[key]["P"][None], layers[key]["Q"][None]) for key in order]
-
-
-def of_products(tensors: Tensors, d_x: int | None) -> dict[str, Tensor]:
-    """Attention [in, out] from matrices P on values and Q on scores: z + P Z (Z^T Q z) / N.
-
-    P and Q of width d_x act on x; then P also passes y on.
-
-    Raises:
-        ValueError: If d_x is not stated, or does not fit.
-    Source:
-        Ahn et al. 2023, arXiv 2306.00297, section 2, and its code.
-    """
-    layers = _products(tensors)
-    n = layers[0][0].shape[-1]
-    if d_x not in (n - 1, n):
-        got = "no --d-x (d_x=)" if d_x is None else d_x
-        raise ValueError(f"d_x must be {n - 1} (P and Q act on x and y) or {n} (on x alone), got {got}.")  # fmt: skip
-    named: dict[str, Tensor] = {}
-    for number, (P, Q) in enumerate(layers):
-        if d_x == n:
-            P = torch.nn.functional.pad(P, (0, 1, 0, 1))
-            P[:, -1, -1] = 1
-            Q = torch.nn.functional.pad(Q, (0, 1, 0, 1))
-        eye = torch.eye(P.shape[-1], dtype=P.dtype, device="cpu").expand_as(P)
-        ways = {"W_Q": Q, "W_K": eye, "W_V": P.mT, "W_O": eye}
-        named |= {f"layers.{number}.{name}": tensor.contiguous() for name, tensor in ways.items()}
-    return named
 
 
 def repacked(tensors: Tensors, names: list[str], n_heads: int) -> dict[str, Tensor]:

@@ -9,9 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.readings.case import predicted_by
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.io.tensor_files import read_file
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.run import general
+from mechinterp.models.weights import Weights
 
 _ARRAYS = ("x", "y", "x_query", "prediction")
 _WRITTEN = "write it by np.savez('batch.npz', x=x, y=y, x_query=x_query, prediction=prediction)"
@@ -58,6 +61,12 @@ class Recording:
         """Largest difference over prompts, positions and outputs, in standard deviations."""
         gap = ((predicted - self.prediction).abs() / self.spread).max()
         return float(gap.nan_to_num(torch.inf, torch.inf))
+
+    def r2(self, predicted: Float[Tensor, "batch row d_y"]) -> float:
+        """Fraction of the variance of the recorded predictions that others explain."""
+        rest = (predicted - self.prediction).square().sum()
+        around = self.prediction - self.prediction.mean(0)
+        return float(1 - rest / around.square().sum())
 
     def rows(self, rows: slice) -> "Recording":
         """Some of the prompts."""
@@ -159,3 +168,18 @@ def require_one_task(recordings: Sequence[Recording]) -> tuple[int, int]:
     if len(sizes) > 1:
         raise ValueError(f"predictions must have one d_x and one d_y, got {sorted(sizes)}.")
     return next(iter(sizes))
+
+
+def predictions_of(weights: Weights, recording: Recording) -> Float[Tensor, "batch row d_y"]:
+    """Predictions of a model for recorded prompts, in double precision.
+
+    Raises:
+        ValueError: If the model has no predictions at every x, or the prompts do not fit it.
+    """
+    if recording.at_every_x:
+        if weights.model.layout != "in_turn":
+            raise ValueError(
+                "predictions at every x need tokens x and y in turn; joined tokens (x, y) see their own y: record those at the query alone."
+            )
+        return general.predict_at_every(weights, recording.prompts.to(weights.dtype)).double()
+    return predicted_by(weights, recording.prompts)[:, None]

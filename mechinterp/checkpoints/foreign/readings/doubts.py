@@ -6,11 +6,18 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.candidates import AGAIN, N_OF_LAYERS, Case, n_prompts_for
 from mechinterp.checkpoints.foreign.options import flag_of, stated_option
-from mechinterp.checkpoints.foreign.score import ERRORS, MARGIN, Reading, below
+from mechinterp.checkpoints.foreign.readings.case import Case
+from mechinterp.checkpoints.foreign.readings.losses import (
+    AGAIN,
+    ERRORS,
+    MARGIN,
+    N_OF_LAYERS,
+    Reading,
+    below,
+    n_prompts_for,
+)
 from mechinterp.config import ModelConfig
-from mechinterp.icl.prompts import Prompts
 from mechinterp.models.layers import AVERAGE, attention_pattern
 from mechinterp.models.run.attend import Keys, Queries, attend, scores_of
 from mechinterp.models.run.evaluation import evaluation_prompts
@@ -153,7 +160,7 @@ def score_factor(case: Case) -> tuple[float, float] | None:
         return (prediction - wanted).square().mean(1)
 
     by_factor = {
-        factor: error(_predicted(each, prompts))
+        factor: error(each.predicted(prompts))
         for factor in SCALES
         for each in case.changed([{"scale": factor * case.scale}])
     }
@@ -163,19 +170,12 @@ def score_factor(case: Case) -> tuple[float, float] | None:
         by_factor, key=lambda factor: float(by_factor[factor][:half].mean().nan_to_num(1e30))
     )
     plain, scaled = by_factor[1.0][half:], by_factor[best][half:]
-    own = _predicted(case, prompts)
+    own = case.predicted(prompts)
     output = (own[:half] * wanted[:half]).sum() / own[:half].square().sum().clamp(min=1e-300)
     by_output = error(output * own)[half:]
     if not below(scaled, plain, 0.0) or below(by_output, scaled, 0.0):
         return None
     return best, float(scaled.mean() / plain.mean())
-
-
-def _predicted(case: Case, prompts: Prompts) -> Tensor:
-    weights = case.weights()
-    if weights.model.one_attention:
-        weights = weights.to(torch.float64)
-    return predictor_of(weights).predict(prompts.to(weights.dtype)).double()
 
 
 def better_with(case: Case) -> tuple[str, float] | None:

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.names import ATTENTION, COMPLETE, ENDS, Piece, Tensors, piece_of
+from mechinterp.checkpoints.foreign.tensors.names import (
+    ATTENTION,
+    COMPLETE,
+    ENDS,
+    Piece,
+    Tensors,
+    piece_of,
+)
 
 KERNELS = ("kernel", "w")
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from mechinterp.checkpoints.foreign.names import COMPLETE, piece_of
+from mechinterp.checkpoints.foreign.tensors.names import COMPLETE, piece_of
 from mechinterp.checkpoints.io.files import CheckpointError
 
 _MAX_DEPTH = 4

@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from mechinterp.checkpoints.foreign.layout import Layout
-from mechinterp.checkpoints.foreign.names import ATTENTION, TABLE, TORCH, Tensors, shown
-from mechinterp.checkpoints.foreign.refusals import HOOK
+from mechinterp.checkpoints.foreign.tensors.layout import Layout
+from mechinterp.checkpoints.foreign.tensors.names import ATTENTION, TABLE, TORCH, Tensors, shown
+from mechinterp.checkpoints.foreign.tensors.refusals import HOOK
 
 QUANTIZED = (torch.int8, torch.uint8)
 OF_LIBRARIES = "recurrent layers of transformers and flash-linear-attention"

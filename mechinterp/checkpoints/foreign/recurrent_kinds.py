@@ -4,8 +4,8 @@ tensors do not show."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mechinterp.checkpoints.foreign.names import shown
-from mechinterp.checkpoints.foreign.refusals import HOOK
+from mechinterp.checkpoints.foreign.tensors.names import shown
+from mechinterp.checkpoints.foreign.tensors.refusals import HOOK
 from mechinterp.models.hooked.delta_layers import DeltaNames
 
 BY_CHANNEL = "gk_proj.1"
