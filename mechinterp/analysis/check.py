@@ -20,8 +20,8 @@ from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.readings.losses import LazyReadings
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.module_weights import ModuleProof, proof_of
-from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
+from mechinterp.checkpoints.modules.weights import ModuleProof, proof_of
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, counted
 from mechinterp.icl.predictors import ridge

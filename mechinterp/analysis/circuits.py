@@ -14,8 +14,8 @@ from torch import Tensor
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import HEAD_COLUMNS
-from mechinterp.checkpoints.module_weights import by_weights, proof_of
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
+from mechinterp.checkpoints.modules.weights import by_weights, proof_of
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of

@@ -27,7 +27,7 @@ from mechinterp.cli.printing import about_paths, answer, complain, say, say_json
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.checkpoints.modules.hooked import HookedModule
 
 
 @reads_files(device=True, request=True)

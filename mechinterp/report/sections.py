@@ -14,7 +14,7 @@ from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_an
 from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError

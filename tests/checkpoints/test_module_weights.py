@@ -20,8 +20,8 @@ from mechinterp import (
     write_report,
 )
 from mechinterp.checkpoints.foreign.readings.recorded import EXACT
-from mechinterp.checkpoints.module_function import deviation
-from mechinterp.checkpoints.module_weights import (
+from mechinterp.checkpoints.modules.function import deviation
+from mechinterp.checkpoints.modules.weights import (
     MOST_READINGS,
     _recordings,
     _renumbered,

@@ -21,7 +21,7 @@ from mechinterp.checkpoints.foreign.readings.agreed import agreed_label, reading
 from mechinterp.checkpoints.foreign.readings.doubts import advice, tied
 from mechinterp.checkpoints.foreign.readings.losses import Reading, ranked
 from mechinterp.checkpoints.load import convert
-from mechinterp.checkpoints.module_weights import ProvenPredictor
+from mechinterp.checkpoints.modules.weights import ProvenPredictor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model

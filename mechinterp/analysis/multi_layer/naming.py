@@ -58,7 +58,7 @@ from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.response.response import response
 from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
 from mechinterp.checkpoints.foreign.readings.agreed import over_readings
-from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.modules.weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.given import PromptsTask, no_law

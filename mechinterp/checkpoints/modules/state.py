@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.foreign.tensors.layout import layout_of
 from mechinterp.checkpoints.foreign.tensors.names import piece_of
-from mechinterp.checkpoints.module_names import PROJECTION_PARTS, weights_of
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
+from mechinterp.checkpoints.modules.names import PROJECTION_PARTS, weights_of
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.hooked.module import Place
 

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import one_line
-from mechinterp.checkpoints.module_function import (
+from mechinterp.checkpoints.modules.function import (
     TRIAL_PROMPTS,
     random_states_kept,
     require_function_of_prompt,
 )
-from mechinterp.checkpoints.module_input import ModuleInput, Trial, split_of
+from mechinterp.checkpoints.modules.input import ModuleInput, Trial, split_of
 from mechinterp.checkpoints.runs import Run
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.display import counted
@@ -258,8 +258,8 @@ def _hooked(
 ) -> HookedPredictor:
     """The module of a trial with hooks on its layers."""
     # Imported here because they need TransformerLens.
-    from mechinterp.checkpoints.module_outputs import layer_names
-    from mechinterp.checkpoints.module_places import places_of
+    from mechinterp.checkpoints.modules.outputs import layer_names
+    from mechinterp.checkpoints.modules.places import places_of
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 

@@ -16,8 +16,8 @@ from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.readings.losses import Reading
 from mechinterp.checkpoints.foreign.readings.recorded import Recording, recording_of
 from mechinterp.checkpoints.foreign.tensors.refusals import HOOK
-from mechinterp.checkpoints.module_function import HALF
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.function import HALF
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import Source as Model
 from mechinterp.models.run.predictor import WeightsPredictor
@@ -142,8 +142,8 @@ def _readings(
         ValueError: If there is none.
     """
     # They import TransformerLens.
-    from mechinterp.checkpoints.module_settings import shown_settings
-    from mechinterp.checkpoints.module_state import parts_of_module, state_of
+    from mechinterp.checkpoints.modules.settings import shown_settings
+    from mechinterp.checkpoints.modules.state import parts_of_module, state_of
 
     parts = parts_of_module(module)
     checkpoint = read_proven(

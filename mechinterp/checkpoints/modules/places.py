@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mechinterp.checkpoints.foreign.tensors.names import INNER, TABLE, piece_of
-from mechinterp.checkpoints.module_input import Trial
-from mechinterp.checkpoints.module_names import NOT_CALLED, weights_of
-from mechinterp.checkpoints.module_outputs import note_input, require_heads_outputs, run_order
+from mechinterp.checkpoints.modules.input import Trial
+from mechinterp.checkpoints.modules.names import NOT_CALLED, weights_of
+from mechinterp.checkpoints.modules.outputs import note_input, require_heads_outputs, run_order
 from mechinterp.models.hooked.delta_layers import delta_names, number_of_heads
 from mechinterp.models.hooked.followed import BY_HEAD, SOFTMAX, Inner
 from mechinterp.models.hooked.module import Place, first_tensor, stream_of

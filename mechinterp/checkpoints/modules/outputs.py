@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mechinterp.checkpoints.foreign.tensors.names import INNER
-from mechinterp.checkpoints.module_input import Trial
-from mechinterp.checkpoints.module_names import weights_of
+from mechinterp.checkpoints.modules.input import Trial
+from mechinterp.checkpoints.modules.names import weights_of
 from mechinterp.models.hooked.delta_layers import delta_names
 from mechinterp.models.hooked.followed import BY_HEAD
 from mechinterp.models.hooked.module import first_tensor

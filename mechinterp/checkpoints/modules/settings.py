@@ -18,8 +18,8 @@ from transformer_lens.hook_points import HookPoint
 from mechinterp.checkpoints.foreign.readings.assemble import Tried
 from mechinterp.checkpoints.foreign.readings.choices import FINER_BASES as BASES
 from mechinterp.checkpoints.foreign.readings.choices import ROTARY_BASE as USUAL
-from mechinterp.checkpoints.module_state import ModuleParts
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
+from mechinterp.checkpoints.modules.state import ModuleParts
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
