@@ -42,7 +42,7 @@ from mechinterp.checkpoints.io.files import one_line
 from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.n_prompts import usual_number
 from mechinterp.models.run.predictor import Learner, is_learner
 
 GIVEN = ("prompts", "clean")

@@ -18,7 +18,8 @@ from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
-from mechinterp.models.run.evaluation import least_number, require_number, require_prompts
+from mechinterp.models.run.evaluation import require_prompts
+from mechinterp.models.run.n_prompts import least_number, require_number
 from mechinterp.report.to_html import Section
 
 FIGURE_HEIGHT = 420

@@ -64,12 +64,8 @@ from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import (
-    evaluation_prompts,
-    most_prompts,
-    require_number,
-    task_for,
-)
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
+from mechinterp.models.run.n_prompts import most_prompts, require_number
 from mechinterp.models.run.predictor import Learner, Source
 from mechinterp.models.run.ways import Predictor
 

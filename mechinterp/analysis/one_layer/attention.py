@@ -18,7 +18,8 @@ from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import LEAST, prompts_and_law
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.n_prompts import LEAST
 from mechinterp.models.run.predictor import Source, predictor_of
 
 ENTROPY_PROMPTS = 512

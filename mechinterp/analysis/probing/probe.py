@@ -25,7 +25,8 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import prompts_and_law, stream_width
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.n_prompts import stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
