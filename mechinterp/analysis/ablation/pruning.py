@@ -207,8 +207,7 @@ def prune(
             differently. It is a cross-validated ridge regression on the stream at the query, of the second half.
         out: New folder for the pruned model; None: it is not saved. `train(config, start=load(out), out=...)` trains it
             further.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
-            stream need more.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs, more for a wide stream.
     Raises:
         ValueError: If the rule is unknown, keeps no head or its mask has another shape, there are too
             few prompts, or the folder is not empty. Also if a model that is to be saved is no checkpoint.

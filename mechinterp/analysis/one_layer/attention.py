@@ -21,6 +21,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.n_prompts import LEAST
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 
 ENTROPY_PROMPTS = 512
 """Largest number of prompts that the entropies are means over."""
@@ -259,7 +260,11 @@ def attention_patterns(
         seed=seed,
         repeated=True,
     )
-    predictor = predictor_of(source)
+    return _patterns_on(predictor_of(source), prompts, shown)
+
+
+def _patterns_on(predictor: Predictor, prompts: Prompts, shown: int) -> AttentionPatterns:
+    """Attention on at most `shown` of the prompts, with entropies over all."""
     n_drawn = len(prompts)
     with torch.no_grad():
         prediction = predictor.predict(prompts)
