@@ -30,7 +30,7 @@ _PROJECTIONS = {"Addmm", "Mm"}
 _SOFTMAX = "Softmax"
 _PRODUCT = "Bmm"
 """Product of two batches of matrices."""
-_ATTENTION = "ScaledDotProduct"
+_FUSED = "ScaledDotProduct"
 """Beginning of the names of torch's own attention."""
 
 
@@ -145,7 +145,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 def _is_attention(node: Any) -> bool:
     """True for torch's own attention, and for a product of batches of matrices of which one is made of scores."""
-    if _name(node).startswith(_ATTENTION):
+    if _name(node).startswith(_FUSED):
         return True
     return _is_product(node) and any(_made_of_scores(each) for each, _ in node.next_functions)
 
