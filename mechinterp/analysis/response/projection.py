@@ -37,8 +37,8 @@ class PromptArrays:
     x_query: Float[np.ndarray, "batch d_x"]
     f: Float[np.ndarray, " batch"]
     """Predictions."""
-    odd: Float[np.ndarray, " batch"]
-    """Part of the predictions that changes its sign with y."""
+    f_reversed: Float[np.ndarray, " batch"]
+    """Predictions at -y."""
     a: Float[np.ndarray, "batch context"]
     """Weights of the pairs, df/dy_j."""
     group: Int[np.ndarray, " batch"]
@@ -55,8 +55,13 @@ class PromptArrays:
 
     def rows(self, chosen: np.ndarray) -> "PromptArrays":
         """The chosen prompts."""
-        names = ("x", "y", "x_query", "f", "odd", "a", "group")
+        names = ("x", "y", "x_query", "f", "f_reversed", "a", "group")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
+    @property
+    def even(self) -> Float[np.ndarray, " batch"]:
+        """Part of the predictions that does not change its sign with y."""
+        return (self.f + self.f_reversed) / 2
 
     @cached_property
     def parts(self) -> list["PromptArrays"]:
