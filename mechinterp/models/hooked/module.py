@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.arguments import Split, whole
+from mechinterp.models.hooked.checked_hooks import CheckedHooks
 from mechinterp.models.hooked.delta_layers import DELTA_POINTS, DeltaLayer
 from mechinterp.models.hooked.followed import (
     POINTS,
@@ -26,7 +27,6 @@ from mechinterp.models.hooked.followed import (
     behind_values,
     projected,
 )
-from mechinterp.models.hooked.hooks import CheckedHooks
 from mechinterp.models.hooked.stream_calls import Calls
 
 
