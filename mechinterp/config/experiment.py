@@ -5,8 +5,9 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
+from mechinterp.config.covariance import CovarianceConfig
 from mechinterp.config.model import ModelConfig
-from mechinterp.config.task import CovarianceConfig, TaskConfig
+from mechinterp.config.task import TaskConfig
 from mechinterp.fields import Rules, build, flatten, set_checked, unknown_field
 
 OPTIMIZERS = ("adam", "gradient_descent", "gradient_flow")

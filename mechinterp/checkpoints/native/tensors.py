@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.refusals import require_numbers
+from mechinterp.checkpoints.foreign.tensors.refusals import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened

@@ -53,13 +53,12 @@ def recurrent_layer(
     for name, value in {"eta": eta, "penalty": penalty}.items():
         if not value > 0:
             raise ValueError(f"{name} must be > 0, got {value}.")
-    width = d_x + 1
+    width, scale = d_x + 1, (d_x + 1) ** -0.5
     identity = torch.eye(width, dtype=torch.float64, device="cpu")
     on_y = torch.zeros_like(identity)
     on_y[-1, -1] = 1
     size = math.sqrt(eta / BETA) if score in ("delta", "gated_delta") else 1.0
     asked = eta if score == "gated" else size
-    scale = width**-0.5
     matrices = {
         "W_Q": asked / scale * (identity - on_y),
         "W_K": size * (identity - on_y),
