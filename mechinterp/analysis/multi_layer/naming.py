@@ -55,7 +55,7 @@ from mechinterp.analysis.multi_layer.scaled import read_out_of, with_scaled
 from mechinterp.analysis.multi_layer.stream import path_of, step_effects
 from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
-from mechinterp.analysis.response.response import response
+from mechinterp.analysis.response.response import kind_frames
 from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
 from mechinterp.checkpoints.foreign.readings.agreed import over_readings
 from mechinterp.checkpoints.modules.weights import by_weights
@@ -309,7 +309,7 @@ def _gate(subject: Subject, own: NamingSetting, tests: Mapping[str, Identity]) -
     for prompts in (own.prompts,) if unknown else (own.prompts, None):
         for trim in TRIMS:
             with suppress(FewPromptsError):
-                return gate_of(response(subject.source, prompts, task=law, trim=trim))
+                return gate_of(kind_frames(subject.source, prompts, task=law, trim=trim))
     return None
 
 

@@ -260,6 +260,7 @@ def _hooked(
     # Imported here because they need TransformerLens.
     from mechinterp.checkpoints.modules.outputs import layer_names
     from mechinterp.checkpoints.modules.places import places_of
+    from mechinterp.checkpoints.modules.streams import find_stream
     from mechinterp.models.hooked.explained import follow
     from mechinterp.models.hooked.module import ModuleHooks
 
@@ -269,7 +270,7 @@ def _hooked(
     model = ModuleHooks(trial.module, places, order, trial.split)
     follow(model, trial.tokens)
     read, read_every = readers
-    return HookedPredictor(
+    hooked = HookedPredictor(
         model=model,
         n_layers=len(names),
         n_heads=places[0].n_heads,
@@ -280,6 +281,8 @@ def _hooked(
         position=position,
         blocks=tuple(order),
     )
+    find_stream(hooked, model, trial.tokens)
+    return hooked
 
 
 def _copied(module: nn.Module) -> nn.Module:
