@@ -27,7 +27,8 @@ from mechinterp.memory import peak_memory
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.evaluation import MOST_DRAWN, evaluation_prompts, most_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.n_prompts import MOST_DRAWN, most_prompts
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import Run, refused

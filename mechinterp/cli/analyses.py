@@ -130,7 +130,7 @@ def show(
     """
     from mechinterp.analysis.over_steps import over_steps as at_every_step
     from mechinterp.analysis.registry import analysis_of, run_analysis
-    from mechinterp.checkpoints.foreign.agreed import Labelled, readings_note
+    from mechinterp.checkpoints.foreign.readings.agreed import Labelled, readings_note
     from mechinterp.models.run.predictor import is_learner
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_json import to_json

@@ -300,7 +300,8 @@ def fixed(value: float) -> Callable[[PromptMoments], float]:
     must be found by its name when the result is pickled.
 
     Example:
-        >>> fixed(0.5)(None)
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> fixed(0.5)(PromptMoments(draw_prompts(TaskConfig(), 2), TaskConfig()))
         0.5
     """
     return partial(_value, value)

@@ -78,13 +78,8 @@ def require_fitting(prompts: Prompts) -> None:
     Raises:
         ValueError: If a tensor is empty, has another shape, or holds other numbers than the dense float32 or float64 of x.
     Example:
-        >>> from dataclasses import replace
-        >>> from mechinterp import sample_prompts
-        >>> prompts = sample_prompts(TaskConfig(d_x=3), 8)
-        >>> require_fitting(replace(prompts, y=prompts.y[:, :2]))
-        Traceback (most recent call last):
-        ...
-        ValueError: prompts.y must have shape [8, 40, 1] for x of shape [8, 40, 3], got [8, 2, 1].
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> require_fitting(draw_prompts(TaskConfig(d_x=3), 8))
     """
     x = prompts.x
     if x.ndim != 3 or 0 in x.shape:

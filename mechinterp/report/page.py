@@ -21,7 +21,7 @@ from mechinterp.analysis.result import Finding, Table
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import printable, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed, entries, settle
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts

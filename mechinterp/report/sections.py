@@ -14,11 +14,12 @@ from mechinterp.analysis.registry import ANALYSES, Analysis, analysis_of, run_an
 from mechinterp.analysis.response.projection import FewPromptsError
 from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, tables_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import TaskLike
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
-from mechinterp.models.run.evaluation import least_number, require_number, require_prompts
+from mechinterp.models.run.evaluation import require_prompts
+from mechinterp.models.run.n_prompts import least_number, require_number
 from mechinterp.report.to_html import Section
 
 FIGURE_HEIGHT = 420

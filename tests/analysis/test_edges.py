@@ -23,7 +23,7 @@ from mechinterp.analysis.patching.circuit import (
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation, resampled
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer

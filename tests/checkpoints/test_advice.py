@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config.task import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of

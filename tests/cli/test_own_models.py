@@ -10,7 +10,7 @@ import pytest
 from mechinterp.analysis.check import check
 from mechinterp.analysis.registry import ANALYSES, own_object, run_analysis
 from mechinterp.analysis.result import fields_of
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.cli.own_model import OF_FUNCTIONS
 from mechinterp.report.to_json import dumps, to_json
 from tests.conftest import Run

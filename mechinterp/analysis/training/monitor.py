@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.checkpoints.io.files import write_new, writing
-from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
 from mechinterp.checkpoints.runs import head_rows, joined
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.copies import chosen_names
+from mechinterp.checkpoints.foreign.tensors.copies import chosen_names
 from mechinterp.checkpoints.io.arrays import (
     MAX_ENTRIES,
     Storages,
