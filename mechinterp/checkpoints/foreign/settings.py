@@ -15,7 +15,7 @@ from mechinterp.config.model import SCORES
 
 TASK_KEY = "mechinterp_task"
 """Key of the task's fields, in the config.json that a `Monitor` writes."""
-COUNTS, _WORDS, FLAGS, NUMBERS = (
+COUNTS, _TEXTS, FLAGS, NUMBERS = (
     {name: spellings.split() for name, spellings in TABLE[kind].items()}
     for kind in ("counts", "words", "flags", "numbers")
 )
@@ -88,7 +88,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
     known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
-    for name, spellings in (COUNTS | _WORDS | FLAGS | NUMBERS).items():
+    for name, spellings in (COUNTS | _TEXTS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
         read = {key: _value(name, key, value) for key, value in values}
         different = {value for value in read.values() if value is not None}

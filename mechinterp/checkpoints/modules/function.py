@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.checkpoints.foreign.readings.recorded import HALVES
 from mechinterp.icl.prompts import Prompts
 
 TRIAL_PROMPTS = 16
@@ -23,7 +24,6 @@ or double precision, and in half precision."""
 LEAST_SPREAD = 1e-2
 """Least standard deviation that counts, over the largest prediction: a constant is only known to its rounding."""
 _TINY = 1e-300
-HALF = (torch.float16, torch.bfloat16)
 Prediction = Float[Tensor, "batch d_y"]
 
 RANDOM = """
@@ -85,7 +85,8 @@ def require_function_of_prompt(
             standard deviation over prompts. The message names the cause.
     """
     half = len(prompts) // 2
-    order = torch.randperm(len(prompts), generator=torch.Generator("cpu").manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(len(prompts), generator=generator, device="cpu")
     states = RandomStates()
     first, again = predict(prompts), predict(prompts)
     halves = torch.cat([predict(prompts[:half]), predict(prompts[half:])])
@@ -112,7 +113,7 @@ def difference(prediction: Prediction, other: Prediction, dtype: torch.dtype) ->
         (0.0, 0.354)
     """
     off = deviation(prediction, other)
-    return off if off > (HALF_LIMIT if dtype in HALF else LIMIT) else 0.0
+    return off if off > (HALF_LIMIT if dtype in HALVES else LIMIT) else 0.0
 
 
 def deviation(prediction: Prediction, other: Prediction) -> float:

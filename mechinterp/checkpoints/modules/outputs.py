@@ -30,7 +30,7 @@ _PROJECTIONS = {"Addmm", "Mm"}
 _SOFTMAX = "Softmax"
 _PRODUCT = "Bmm"
 """Product of two batches of matrices."""
-_ATTENTION = "ScaledDotProduct"
+_FUSED = "ScaledDotProduct"
 """Beginning of the names of torch's own attention."""
 
 
@@ -145,7 +145,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 def _is_attention(node: Any) -> bool:
     """True for torch's own attention, and for a product of batches of matrices of which one is made of scores."""
-    if _name(node).startswith(_ATTENTION):
+    if _name(node).startswith(_FUSED):
         return True
     return _is_product(node) and any(_made_of_scores(each) for each, _ in node.next_functions)
 
@@ -228,7 +228,7 @@ def _inputs(trial: Trial, names: Sequence[str]) -> dict[str, Tensor]:
             note = partial(note_input, noted=entered, name=name)
             hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
         with suppress(RuntimeError):  # numpy in forward does not run with gradients
-            trial.run(trial.tokens.detach().clone().requires_grad_())
+            trial.run(trial.tokens.detach().requires_grad_())
     return entered
 
 

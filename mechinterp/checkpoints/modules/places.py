@@ -21,7 +21,7 @@ from mechinterp.models.hooked.module import Place, first_tensor, stream_of
 
 HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 """Attributes of a module that state its number of heads."""
-_PROJECTED = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
+_PROJECTION_SETS = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
 
 
 def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Place]:
@@ -92,7 +92,7 @@ def _inner(module: nn.Module, output: str, block: str) -> Inner:
             return alone  # separate modules per head
         if near:
             projections[piece.part] = before
-    if set(projections) not in _PROJECTED:
+    if set(projections) not in _PROJECTION_SETS:
         return alone
     paths = zip(*(name.split(".")[:-1] for name in (output, *projections.values())), strict=False)
     shared = takewhile(lambda words: len(set(words)) == 1, paths)

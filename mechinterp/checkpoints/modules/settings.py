@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.checkpoints.foreign.readings.assemble import Tried
-from mechinterp.checkpoints.foreign.readings.choices import FINER_BASES as BASES
-from mechinterp.checkpoints.foreign.readings.choices import ROTARY_BASE as USUAL
+from mechinterp.checkpoints.foreign.readings.choices import FINER_BASES, ROTARY_BASE
 from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.checkpoints.modules.state import ModuleParts
 from mechinterp.config import ModelConfig
@@ -26,6 +25,7 @@ from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.delta_layers import TINY
 from mechinterp.models.hooked.explained import MASKED, Passed, caught, same
 from mechinterp.models.hooked.followed import (
+    POINTS,
     PROJECTED,
     HeadPoints,
     by_linear_weights,
@@ -37,7 +37,8 @@ from mechinterp.models.layers import (
     turned_by_position,
 )
 
-_POINTS = (*PROJECTED, "hook_attn_scores", "hook_pattern", "hook_z")
+_NOTED = (*POINTS, "hook_z")
+"""Hook points of a layer whose values are noted."""
 OF_MASKS: Mapping[str, tuple[bool, bool]] = {
     "context": (True, False),
     "strict": (False, False),
@@ -50,8 +51,8 @@ EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 """Constants in norms that are tried after the module's own."""
 _CLOSE = 1e-4
 """Largest relative difference at which a norm or an activation counts as recognised."""
-_N_PROMPTS = 4
-"""Values at the hook points of a layer."""
+_N_SHOWN_ON = 4
+"""Number of prompts of the run."""
 
 
 @torch.no_grad()
@@ -63,7 +64,7 @@ def shown_settings(
     Args:
         batches: Prompts on which the module runs, of one length each; two lengths tell 1/L from a fixed factor.
     """
-    few = [each[:_N_PROMPTS].to(module.model.cfg.dtype) for each in batches]
+    few = [each[:_N_SHOWN_ON].to(module.model.cfg.dtype) for each in batches]
     runs = [_passed(module, each) for each in few]
     heads = [cast(HeadPoints, block.attn) for block in module.model.blocks]
     settings: dict[str, Any] = {
@@ -83,7 +84,7 @@ def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
     """Values at the hook points of every layer, and queries, keys and values that projections put out without a point."""
     with ExitStack() as stack:
         heads = [cast(HeadPoints, block.attn) for block in module.model.blocks]
-        every = [stack.enter_context(caught(each, _POINTS)) for each in heads]
+        every = [stack.enter_context(caught(each, _NOTED)) for each in heads]
         for own, passed in zip(heads, every, strict=True):
             own.hook_z.add_hook(partial(_note_projected, heads=own, to=passed))
         module.predict(prompts)
@@ -155,7 +156,11 @@ def _scores_and_positions(module: HookedModule, run: Sequence[Passed], prompts: 
     if not all(passed["hook_q"] and passed["hook_k"] for passed in run):
         return found
     width = run[0]["hook_q"][0].shape[-1]
-    turns = [] if width % 2 else [(b, a) for b, a in product((USUAL, *BASES), (False, True))]
+    turns = (
+        []
+        if width % 2
+        else [(b, a) for b, a in product((ROTARY_BASE, *FINER_BASES), (False, True))]
+    )
     for turn in (None, *turns):
         factors = torch.tensor([_factor(turn, passed) for passed in run])
         if not (factors > 0).all() or not same(factors, factors[:1].expand_as(factors)):

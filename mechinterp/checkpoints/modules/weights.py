@@ -14,9 +14,8 @@ from torch import Tensor
 from mechinterp.checkpoints.foreign.options import Hints, stated_option
 from mechinterp.checkpoints.foreign.read import read_proven
 from mechinterp.checkpoints.foreign.readings.losses import Reading
-from mechinterp.checkpoints.foreign.readings.recorded import Recording, recording_of
+from mechinterp.checkpoints.foreign.readings.recorded import HALVES, Recording, recording_of
 from mechinterp.checkpoints.foreign.tensors.refusals import HOOK
-from mechinterp.checkpoints.modules.function import HALF
 from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import Source as Model
@@ -180,7 +179,7 @@ def _recordings(module: HookedModule) -> list[Recording]:
             if not recordings:
                 raise
             break  # a module that takes prompts of one length only
-        recordings.append(recording_of(*arrays, half=dtype in HALF))
+        recordings.append(recording_of(*arrays, half=dtype in HALVES))
     return recordings
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.tensors.lens import MASK, hooked_layer, require_zero
+from mechinterp.checkpoints.foreign.tensors.lens import MASK, PREFIX, hooked_layer, require_zero
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
@@ -31,7 +31,6 @@ from mechinterp.checkpoints.native.document import (
 )
 from mechinterp.checkpoints.native.folder import WEIGHTS_FILE
 from mechinterp.checkpoints.native.tensors import (
-    PREFIX,
     fill_with_tensors,
     state_dict,
     weights_from,

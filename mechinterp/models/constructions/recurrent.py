@@ -7,12 +7,11 @@ from torch import Tensor
 
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import FORGETTING
+from mechinterp.models.recurrence import LARGEST_LOGIT
 from mechinterp.models.weights import Weights
 
 BETA = 0.5
 """Strength of writing of the layers, which the keys' size makes the step eta."""
-LARGEST_LOGIT = 40.0
-"""Logit of a gate of 1, which is exactly 1 in float64."""
 
 
 def recurrent_layer(

@@ -7,7 +7,7 @@ from mechinterp.display import counted
 from mechinterp.memory import prompt_bytes
 from mechinterp.models.run.predictor import Source, predictor_of
 
-_N_PROMPTS, N_HOOKED = 4096, 512
+_N_USUAL, _N_SLOW = 4096, 512
 """Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
 PER_FEATURE = 2
 """Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
@@ -27,9 +27,9 @@ def usual_number(source: Source | TaskConfig) -> int:
         4096
     """
     if isinstance(source, TaskConfig):
-        return _N_PROMPTS
+        return _N_USUAL
     predictor = predictor_of(source)
-    usual = _N_PROMPTS if predictor.attention_only else N_HOOKED
+    usual = _N_USUAL if predictor.attention_only else _N_SLOW
     return max(usual, least_number(predictor))
 
 

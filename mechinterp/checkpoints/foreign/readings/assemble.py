@@ -16,13 +16,13 @@ from mechinterp.models.weights import Weights
 
 Tried = Mapping[str, str | float | bool | None]
 """Choices of a reading, by the name of the argument of `load`."""
-_TOKEN, _ATTENTION, _MLP = range(3)
+_OF_TOKEN, _OF_ATTENTION, _OF_MLP = range(3)
 """Parts of the stream, side by side if outputs are not added to it."""
 IN_STREAM = {
-    **{f"attn.W_{x}": (1, _TOKEN) for x in "QKV"},
-    **{"attn.W_O": (2, _ATTENTION), "attn.b_O": (0, _ATTENTION)},
-    **{"mlp.W_in": (0, _ATTENTION), "mlp.W_out": (1, _MLP), "mlp.b_out": (0, _MLP)},
-    **{"pos_embed.W_pos": (1, _TOKEN), "W_in": (1, _TOKEN), "b_in": (0, _TOKEN)},
+    **{f"attn.W_{x}": (1, _OF_TOKEN) for x in "QKV"},
+    **{"attn.W_O": (2, _OF_ATTENTION), "attn.b_O": (0, _OF_ATTENTION)},
+    **{"mlp.W_in": (0, _OF_ATTENTION), "mlp.W_out": (1, _OF_MLP), "mlp.b_out": (0, _OF_MLP)},
+    **{"pos_embed.W_pos": (1, _OF_TOKEN), "W_in": (1, _OF_TOKEN), "b_in": (0, _OF_TOKEN)},
 }
 """Axis of a tensor that has the stream's width, and the part of the stream that it reads or writes.
 """
@@ -84,7 +84,7 @@ def assembled(parts: Parts, chosen: Tried, sizes: tuple[int, int], model: ModelC
     if model.d_model is not None:
         named |= _ways(parts, model, at, sign)
     if model.d_model == 3 * parts.width:
-        places = IN_STREAM | {"unembed.W_U": (0, _ATTENTION if model.d_mlp is None else _MLP)}
+        places = IN_STREAM | {"unembed.W_U": (0, _OF_ATTENTION if model.d_mlp is None else _OF_MLP)}
         for name, tensor in named.items():
             if (place := places.get(re.sub(r"^blocks\.\d+\.", "", name))) is not None:
                 named[name] = _placed(tensor, *place, parts.width)

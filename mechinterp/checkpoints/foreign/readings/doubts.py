@@ -53,7 +53,7 @@ IN_DOUBT = "the task of this file, or how it was read, is in doubt"
 READ_IN_DOUBT = "how this file was read is in doubt"
 """Doubt about a file whose task the user states whole."""
 PROVE = "prove the reading by --predictions"
-_MOST_SHOWN = 2
+_MOST_NAMED = 2
 """Number of readings in a message that none predicts."""
 
 
@@ -111,7 +111,7 @@ def predicts_nothing(case: Case, readings: Sequence[Reading]) -> str:
     if any(each.predicts for each in readings):
         what = f"read as its format states, it does not predict clearly better than 0 ({readings[0]!r})"
         return f"{in_doubt(case)}: {what}; {advice(readings)}"
-    best = sorted(readings, key=lambda each: each.loss)[:_MOST_SHOWN]
+    best = sorted(readings, key=lambda each: each.loss)[:_MOST_NAMED]
     losses = "; ".join(map(repr, best))
     more = ("--task", "--score", "--scale", "--output-scale", "--model")
     return (

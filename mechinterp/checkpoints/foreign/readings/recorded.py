@@ -18,9 +18,9 @@ from mechinterp.models.weights import Weights
 
 _ARRAYS = ("x", "y", "x_query", "prediction")
 _WRITTEN = "write it by np.savez('batch.npz', x=x, y=y, x_query=x_query, prediction=prediction)"
-_LEAST_PROMPTS = 32
+_LEAST_DISTINCT = 32
 """Smallest number of distinct prompts that prove a reading."""
-EXACT, _HALF = 1e-3, 2e-2
+EXACT, _EXACT_HALF = 1e-3, 2e-2
 """Largest difference of a proven reading, in standard deviations of the prediction: of recordings in
 single precision and in half precision."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ class Recording:
     @property
     def tolerance(self) -> float:
         """Largest difference of a proven reading, in standard deviations of the prediction."""
-        return _HALF if self.half else EXACT
+        return _EXACT_HALF if self.half else EXACT
 
     @property
     def spread(self) -> Float[Tensor, "row d_y"]:
@@ -129,9 +129,9 @@ def recording_of(
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{name} must be finite.")
     distinct = torch.cat([x.flatten(1), y.flatten(1), x_query], 1).unique(dim=0)
-    if len(distinct) < _LEAST_PROMPTS:
+    if len(distinct) < _LEAST_DISTINCT:
         raise ValueError(
-            f"predictions must be for at least {_LEAST_PROMPTS} distinct prompts, got {len(distinct)}."
+            f"predictions must be for at least {_LEAST_DISTINCT} distinct prompts, got {len(distinct)}."
         )
     if not (rows.flatten(0, 1).std(0) > 1e-12 * rows.abs().amax().clamp(min=1e-300)).all():
         raise ValueError("predictions must differ between prompts; equal ones prove nothing.")

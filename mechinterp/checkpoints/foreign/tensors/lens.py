@@ -9,8 +9,8 @@ from mechinterp.checkpoints.foreign.tensors.names import ATTENTION, Tensors, is_
 from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
 from mechinterp.config.model import NAMES
 
-_PREFIX = "blocks.0.attn."
-MASK = _PREFIX + "mask"
+PREFIX = "blocks.0.attn."
+MASK = PREFIX + "mask"
 ZERO = {
     "words": "tokens must be vectors (x, y) that enter by start_at_layer=0; with an embedding it is a model of word tokens",
     "positions": "tokens are vectors (x, y), without added positions",
@@ -62,7 +62,7 @@ def _require_attention_alone(layout: Layout, tensors: Tensors) -> None:
         for piece in layout.pieces:
             if piece.part == part and (part, piece.kind) != ("read_out", "weight"):
                 require_zero(piece.name, tensors[piece.name], reason)
-    for name in (_PREFIX + each for each in NAMES):
+    for name in (PREFIX + each for each in NAMES):
         if name not in tensors or tensors[name].ndim != 3:
             got = f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing"
             raise TensorError(name, f"must have three axes, head first, got {got}")
@@ -70,7 +70,7 @@ def _require_attention_alone(layout: Layout, tensors: Tensors) -> None:
 
 def _read_responses(name: str, tensors: Tensors, d_y: int | None) -> int:
     """Number of responses of a read-out, which must copy the last entries."""
-    read_out, d_model = tensors[name], tensors[_PREFIX + "W_Q"].shape[1]
+    read_out, d_model = tensors[name], tensors[PREFIX + "W_Q"].shape[1]
     d_y = (read_out.shape[1] if read_out.ndim == 2 else 1) if d_y is None else d_y
     expected = torch.eye(d_model, dtype=torch.float32, device="cpu")[:, d_model - d_y :]
     if d_y >= d_model or not torch.equal(read_out.to(expected), expected):

@@ -61,16 +61,16 @@ INNER = ("q", "k", "v", "qkv", "kv", "qk")
 ATTENTION = ("o", *INNER)
 COMPLETE = ({"q", "k", "v"}, {"qkv"}, {"q", "kv"}, {"qk", "v"})
 """Sets of parts that are enough for a layer of attention."""
-_BY_HEAD = ("q", "k", "v")
+_IN_LISTS = ("q", "k", "v")
 """Parts that a list may hold head by head."""
 ENDS = ("read_mlp", "read_in", "read_out", "positions", "words", "final_norm")
-_PARTS = {
+_PART_OF = {
     row.format(x=x, X=x.upper(), word=word, words=words, Word=word.capitalize()): x
     for x, (word, words) in WORDS.items()
     for row in PROJECTIONS
 }
-_PARTS |= {spelling: part for part, spellings in ROWS.items() for spelling in spellings}
-_PARTS |= LINEARS | {"OV": "v"}
+_PART_OF |= {spelling: part for part, spellings in ROWS.items() for spelling in spellings}
+_PART_OF |= LINEARS | {"OV": "v"}
 """Parts by the words that stand for them in names."""
 
 
@@ -131,12 +131,12 @@ def piece_of(name: str) -> Piece | None:
     tries: list[tuple[list[str], str, str | None]] = [(words, "weight", None)]
     if len(words) > 1 and words[-1] in TENSOR_KINDS:
         tries.insert(0, (words[:-1], *TENSOR_KINDS[words[-1]]))
-        if len(words) > 2 and words[-2].isdecimal() and _PARTS.get(words[-3]) in _BY_HEAD:
+        if len(words) > 2 and words[-2].isdecimal() and _PART_OF.get(words[-3]) in _IN_LISTS:
             # A list of the heads' queries, such as W_q.0.weight
             tries.append(([*words[:-3], HEAD_LISTS[0], *words[-2:-4:-1]], *TENSOR_KINDS[words[-1]]))
     for path, kind, axes in tries:
         for count in (3, 2, 1):
-            part = _PARTS.get(".".join(path[-count:]))
+            part = _PART_OF.get(".".join(path[-count:]))
             if part is not None and len(path) >= count:
                 return _placed(name, part, kind, axes, path[:-count])
     if words[-1] in BARE_BIASES:

@@ -31,7 +31,7 @@ from mechinterp.checkpoints.foreign.tensors.products import is_products, of_one_
 from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
 from mechinterp.checkpoints.foreign.tensors.stacks import unstacked
 
-_ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
+_AS_ARRAYS = "arrays W_Q, W_K, W_V [head, d_model, d_head] and W_O [head, d_head, d_y] in .npz are read for any layer"
 NORM_WORDS = "norm|ln|rms"
 """Parts of words that name norms."""
 OF_PERCEPTRON = re.compile(r"(?:\w+\.)?\d+\.(?:weight|bias)|(?:.*[./])?mlp[./][^./]+")
@@ -71,7 +71,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
     if strange or layout.lacking or not layout.layers:
         rule = f"must hold the tensors of a format known here ({', '.join(NAMED)})"
         raise TensorError(
-            "", f"{rule}, or names that can be recognised ({_ARRAYS}); got {listed}", offer=offer
+            "", f"{rule}, or names that can be recognised ({_AS_ARRAYS}); got {listed}", offer=offer
         )
     return form, layout, known
 

@@ -14,7 +14,7 @@ from mechinterp.checkpoints.foreign.tensors.names import (
     shown,
 )
 
-UNUSED, _MASK = DROPPED = ("unused", "mask")
+UNUSED, _AS_MASK = DROPPED = ("unused", "mask")
 """Known names whose tensors are dropped; a mask must look like one."""
 
 
@@ -38,7 +38,7 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
         if not any(map(pattern.search, named)):
             listed = ", ".join(map(shown, [*named][:8]))
             raise ValueError(f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}.")  # fmt: skip
-        if known == _MASK:
+        if known == _AS_MASK:
             _require_masks({n: t for n, t in named.items() if pattern.search(n)}, theirs)
         if known in DROPPED:
             named = {name: t for name, t in named.items() if not pattern.search(name)}
