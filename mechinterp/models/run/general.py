@@ -106,10 +106,10 @@ def predict_from(
     """Predictions, with the stream at the query after `layer` layers set to the given one."""
     parts = []
     for rows in _chunks(weights, prompts):
-        stream = _after(layer, _streams(weights, _embedded(weights, prompts[rows]))).clone()
+        stream = _after(layer, _streams(weights, embedded(weights, prompts[rows]))).clone()
         stream[:, -1] = at_query[rows]
         for number in range(layer, weights.n_layers):
-            own = _Layer(weights, number, attend, LAST)
+            own = Layer(weights, number, attend, LAST)
             stream = own.after(stream, own.written(own.z(stream)))
         parts.append(read_out(weights, stream)[:, -1])
     return torch.cat(parts)
