@@ -92,7 +92,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     if callable(made) and not isinstance(made, nn.Module | HookedModule):
         try:
             made = made()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
             ) from None

@@ -7,7 +7,6 @@ package cannot train is refused when it is created.
 from mechinterp.config.covariance import CovarianceConfig
 from mechinterp.config.experiment import (
     ExperimentConfig,
-    TrainConfig,
     differences,
     from_dict,
     override,
@@ -15,6 +14,7 @@ from mechinterp.config.experiment import (
 )
 from mechinterp.config.model import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
 from mechinterp.config.task import TaskConfig, TaskLike, as_task, task_fields
+from mechinterp.config.train import TrainConfig
 
 __all__ = [
     "CONTEXT_ONLY_SCORES",

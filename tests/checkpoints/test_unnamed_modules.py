@@ -101,6 +101,33 @@ def test_the_entropy_of_torchs_own_attention_is_that_of_its_softmax():
     assert found.entropy[0] == pytest.approx(entropy.numpy(), abs=1e-6)
 
 
+class Writing(nn.Module):
+    """A model that first scales its input in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens *= 2
+        tokens[:, -1, -1] = 0
+        return self.model(tokens)
+
+
+def test_a_module_may_write_into_its_input():
+    """Neither the trial input, from which the projections are found, nor the caller's tokens change."""
+    model = Writing(Model("softmax"))
+    hooked = hook_module(model, task=TASK, heads=HEADS)
+    assert hooked.outputs == ("model.middle.0.omega", "model.middle.1.omega")
+    tokens = draw_prompts(TASK, 8, seed=1).tokens
+    given = tokens.clone().requires_grad_()
+    predictions = hooked.model(given)
+    assert torch.equal(given, tokens)
+    assert torch.equal(predictions, model(tokens.clone()))
+    assert predictions.sum().backward() is None
+    assert given.grad.abs().sum() > 0
+
+
 def test_a_model_without_attention_has_no_such_projection():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 1))
     with pytest.raises(ValueError, match="outputs must name"):

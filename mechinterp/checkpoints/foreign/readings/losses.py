@@ -58,7 +58,7 @@ def n_prompts_for(cases: Sequence[Case], more: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class ComparedCases:
     """Cases with different predictions, and their errors on the same prompts."""
 
     cases: list[Case]
@@ -72,13 +72,20 @@ class Look:
         return [float(error.mean().nan_to_num(torch.inf)) for error, _ in self.errors]
 
     @property
-    def best(self) -> Case:
-        """The case of the lowest loss, the first of several."""
-        return self.cases[min(range(len(self.cases)), key=self.losses.__getitem__)]
+    def best_row(self) -> int:
+        """Index of the case of the lowest loss, the first of several."""
+        return min(range(len(self.cases)), key=self.losses.__getitem__)
 
-    def of(self, rows: Sequence[int]) -> "Look":
+    @property
+    def best(self) -> Case:
+        """The case of the lowest loss."""
+        return self.cases[self.best_row]
+
+    def of(self, rows: Sequence[int]) -> "ComparedCases":
         """Some of the cases."""
-        return Look([self.cases[i] for i in rows], [self.errors[i] for i in rows], self.count)
+        return ComparedCases(
+            [self.cases[i] for i in rows], [self.errors[i] for i in rows], self.count
+        )
 
     def groups(self, *names: str) -> dict[object, list[int]]:
         """Indices of the cases by their values of some choices, the lowest loss first."""
@@ -88,7 +95,7 @@ class Look:
         return {of: sorted(rows, key=self.losses.__getitem__) for of, rows in groups.items()}
 
 
-def looked_at(cases: Sequence[Case], count: int) -> Look:
+def compare_cases(cases: Sequence[Case], count: int) -> ComparedCases:
     """Cases without those that predict the same as an earlier one, with their errors relative to
     predicting 0."""
     prompts: dict[TaskConfig, Prompts] = {}
@@ -106,7 +113,7 @@ def looked_at(cases: Sequence[Case], count: int) -> Look:
         error = (prediction - drawn.y_query).square().mean(1)
         kept.append((case, prediction))
         errors.append((error / zero.mean(), zero / zero.mean()))
-    return Look([case for case, _ in kept], errors, count)
+    return ComparedCases([case for case, _ in kept], errors, count)
 
 
 def _is_one(prediction: Tensor, other: Tensor) -> bool:

@@ -14,10 +14,10 @@ from mechinterp.checkpoints.foreign.readings.choices import DOUBTED, REFINED_NAM
 from mechinterp.checkpoints.foreign.readings.losses import (
     AGAIN,
     MARGIN,
-    Look,
+    ComparedCases,
     Reading,
     below,
-    looked_at,
+    compare_cases,
     n_prompts_for,
     ranked,
 )
@@ -69,23 +69,23 @@ def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[st
     if len(cases) > MAX_READINGS:
         rule = f"at most {MAX_READINGS} readings are tried, got {len(cases)}"
         raise ValueError(f"{rule}; state some of {', '.join(map(flag_of, open_ones))}.")
-    look = _with_less_usual(cases)
-    names = [*open_ones, *(n for n in open_choices(look.cases) if n not in open_ones)]
-    readings, rest = _ranked(look, names), []
+    compared = _with_less_usual(cases)
+    names = [*open_ones, *(n for n in open_choices(compared.cases) if n not in open_ones)]
+    readings, rest = _ranked(compared, names), []
     hopeful = any(each.loss < 1 - MARGIN for each in readings)
-    if hopeful and (len(look.cases) > 1 or not readings[0].predicts):
-        near = _near_the_best(look, cases)
+    if hopeful and (len(compared.cases) > 1 or not readings[0].predicts):
+        near = _near_the_best(compared, cases)
         rest = [each for each in readings if each.build not in {case.weights for case in near}]
-        near += look.best.refined()
-        look = looked_at(_usual_first(near, cases), n_prompts_for(near, AGAIN))
-    look, other = _of_usual_mask(look, cases)
-    look = _without_idle_refinements(look, cases)
-    readings = _ranked(look, names)
-    first = next(case for case in look.cases if case.weights == readings[0].build)
+        near += compared.best.refined()
+        compared = compare_cases(_usual_first(near, cases), n_prompts_for(near, AGAIN))
+    compared, other = _of_usual_mask(compared, cases)
+    compared = _without_idle_refinements(compared, cases)
+    readings = _ranked(compared, names)
+    first = next(case for case in compared.cases if case.weights == readings[0].build)
     if not any(each.predicts for each in readings):
-        readings, names = _against_convention(first, readings, cases, names, look.count)
+        readings, names = _against_convention(first, readings, cases, names, compared.count)
         return first, (*readings, *rest), names
-    _require_one_size(look.cases, readings)
+    _require_one_size(compared.cases, readings)
     rest = [replace(each, stands=False, ties=False) for each in rest]
     if other.cases:
         rival = _ranked(other, names)[0]
@@ -94,25 +94,25 @@ def try_cases(cases: Sequence[Case]) -> tuple[Case, tuple[Reading, ...], list[st
     return first, (*readings, *rest) if several else (), names
 
 
-def _with_less_usual(cases: Sequence[Case]) -> Look:
+def _with_less_usual(cases: Sequence[Case]) -> ComparedCases:
     """The cases, refinements of the best of them, and better ones found from the best of all."""
-    look = looked_at(cases, n_prompts_for(cases, 1))
-    (order,) = look.groups().values()
-    if refined := [each for i in order[:MOST_REFINED] for each in look.cases[i].refined()]:
-        every = [*look.cases, *refined]
-        look = looked_at(every, min(N_REFINED, n_prompts_for(every, 1)))
+    compared = compare_cases(cases, n_prompts_for(cases, 1))
+    (order,) = compared.groups().values()
+    if refined := [each for i in order[:MOST_REFINED] for each in compared.cases[i].refined()]:
+        every = [*compared.cases, *refined]
+        compared = compare_cases(every, min(N_REFINED, n_prompts_for(every, 1)))
     better: list[Case] = []
-    for start in _starts(look):
-        if look.losses[start] < 1 - MARGIN:
-            better += _improved(look.cases[start], look.cases, look.count)
-    return looked_at([*look.cases, *better], look.count) if better else look
+    for start in _starts(compared):
+        if compared.losses[start] < 1 - MARGIN:
+            better += _improved(compared.cases[start], compared.cases, compared.count)
+    return compare_cases([*compared.cases, *better], compared.count) if better else compared
 
 
 def _against_convention(
     first: Case, readings: list[Reading], cases: Sequence[Case], names: list[str], count: int
 ) -> tuple[list[Reading], list[str]]:
     """Where no reading predicts: those that do against a convention of the format, and the choices compared."""
-    doubts = looked_at([first, *_doubts(cases, names)], count)
+    doubts = compare_cases([first, *_doubts(cases, names)], count)
     names = names + [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:
         choices = {n: first.value_of(n) for n in names}
@@ -120,14 +120,14 @@ def _against_convention(
     return readings, names
 
 
-def _starts(look: Look) -> list[int]:
+def _starts(compared: ComparedCases) -> list[int]:
     """Rows to improve: for each mask the best reading and the best one with softmax.
 
     At first the latter can be worse than a reading with linear scores.
     """
-    best = {rows[0] for rows in look.groups("context_keys").values()}
-    by_score = [rows[0] for rows in look.groups("score", "context_keys").values()]
-    return sorted(best | {i for i in by_score if look.cases[i].tried.get("score") == "softmax"})
+    best = {rows[0] for rows in compared.groups("context_keys").values()}
+    by_score = [rows[0] for rows in compared.groups("score", "context_keys").values()]
+    return sorted(best | {i for i in by_score if compared.cases[i].tried.get("score") == "softmax"})
 
 
 def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
@@ -146,25 +146,25 @@ def _improved(case: Case, cases: Sequence[Case], count: int) -> list[Case]:
         # A less usual value can need another value of a second choice.
         less = [(n, v) for n, vs in more.items() for v in vs]
         changes += [{n: v, **other} for n, v in less for other in changes if n not in other]
-        look = looked_at([case, *case.refined(), *case.changed(changes)], count)
-        if look.best is case:
+        compared = compare_cases([case, *case.refined(), *case.changed(changes)], count)
+        if compared.best is case:
             break
-        case = look.best
+        case = compared.best
         better.append(case)
     return better
 
 
-def _near_the_best(look: Look, cases: Sequence[Case]) -> list[Case]:
+def _near_the_best(compared: ComparedCases, cases: Sequence[Case]) -> list[Case]:
     """For each score and mask, the cases that may be its best with more prompts; also the best
     unrefined case."""
     plain = {id(case) for case in cases}
     near: set[int] = set()
-    for rows in look.groups("context_keys").values():
-        near |= {*[i for i in rows if id(look.cases[i]) in plain][:1]}
-    for rows in look.groups("score", "context_keys").values():
-        best = look.errors[rows[0]][0]
-        near |= {*[i for i in rows if not below(best, look.errors[i][0], 0.0)][:MOST_NEAR]}
-    return [look.cases[i] for i in sorted(near)]
+    for rows in compared.groups("context_keys").values():
+        near |= {*[i for i in rows if id(compared.cases[i]) in plain][:1]}
+    for rows in compared.groups("score", "context_keys").values():
+        best = compared.errors[rows[0]][0]
+        near |= {*[i for i in rows if not below(best, compared.errors[i][0], 0.0)][:MOST_NEAR]}
+    return [compared.cases[i] for i in sorted(near)]
 
 
 def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
@@ -179,61 +179,63 @@ def _usual_first(near: Sequence[Case], cases: Sequence[Case]) -> list[Case]:
     return sorted(near, key=rank)
 
 
-def _without_idle_refinements(look: Look, cases: Sequence[Case]) -> Look:
+def _without_idle_refinements(compared: ComparedCases, cases: Sequence[Case]) -> ComparedCases:
     """The cases without refinements, unless one predicts better than every unrefined case.
 
     Then that refinement and those that predict as well are kept.
     """
     unrefined = {name: {case.tried.get(name) for case in cases} for name in REFINED_NAMES}
-    plain = [all(c.tried.get(n) in unrefined[n] for n in REFINED_NAMES) for c in look.cases]
-    rows = sorted(range(len(plain)), key=look.losses.__getitem__)
-    best = look.errors[next(i for i in rows if plain[i])][0]
-    better = [i for i in rows if not plain[i] and below(*look.errors[i])]
-    better = [i for i in better if below(look.errors[i][0], best, REFINED_MARGIN)][:1]
+    plain = [all(c.tried.get(n) in unrefined[n] for n in REFINED_NAMES) for c in compared.cases]
+    rows = sorted(range(len(plain)), key=compared.losses.__getitem__)
+    best = compared.errors[next(i for i in rows if plain[i])][0]
+    better = [i for i in rows if not plain[i] and below(*compared.errors[i])]
+    better = [i for i in better if below(compared.errors[i][0], best, REFINED_MARGIN)][:1]
     kept = [
         i
-        for i, (error, zero) in enumerate(look.errors)
+        for i, (error, zero) in enumerate(compared.errors)
         if plain[i]
-        or (better and below(error, zero) and not below(look.errors[better[0]][0], error, 0.0))
+        or (better and below(error, zero) and not below(compared.errors[better[0]][0], error, 0.0))
     ]
-    return look.of(_of_the_best_base(look, kept))
+    return compared.of(_of_the_best_base(compared, kept))
 
 
-def _of_the_best_base(look: Look, rows: Sequence[int]) -> list[int]:
+def _of_the_best_base(compared: ComparedCases, rows: Sequence[int]) -> list[int]:
     """Rows without those that differ from a better one in the base of rotary positions only: near
     bases predict almost alike, so that no base is named as open."""
     best: dict[object, int] = {}
-    for row in sorted(rows, key=look.losses.__getitem__):
-        case = look.cases[row]
+    for row in sorted(rows, key=compared.losses.__getitem__):
+        case = compared.cases[row]
         rest = frozenset((n, v) for n, v in case.tried.items() if n != "rotary_base")
         best.setdefault((id(case.parts), rest), row)
     return sorted(best.values())
 
 
-def _of_usual_mask(look: Look, cases: Sequence[Case]) -> tuple[Look, Look]:
+def _of_usual_mask(
+    compared: ComparedCases, cases: Sequence[Case]
+) -> tuple[ComparedCases, ComparedCases]:
     """Cases with the most common mask, and cases with the other mask.
 
     If the other mask predicts much better: all cases, and none. A causal model that is read without
     its mask can have a lower loss than with it, so a small advantage does not count.
     """
     usual = cases[0].tried.get("context_keys")
-    groups = look.groups("context_keys")
+    groups = compared.groups("context_keys")
     own = groups.pop((usual,), [])
     other = [i for rows in groups.values() for i in rows]
     if not own or not other:
-        return look, look.of([])
-    own_loss, other_loss = (min(look.losses[i] for i in rows) for rows in (own, other))
+        return compared, compared.of([])
+    own_loss, other_loss = (min(compared.losses[i] for i in rows) for rows in (own, other))
     if own_loss > min(1 - MARGIN, MUCH_BETTER * other_loss):
-        return look, look.of([])
-    return look.of(sorted(own)), look.of(sorted(other))
+        return compared, compared.of([])
+    return compared.of(sorted(own)), compared.of(sorted(other))
 
 
 def better_packing(groups: Sequence[list[Case]]) -> list[Case]:
     """Readings of the packing that predicts better; of the usual one unless another predicts clearly better."""
     if len(groups) == 1:
         return groups[0]
-    looks = [looked_at(cases[:MOST_PACKED], N_PACKED) for cases in groups]
-    errors = [look.errors[look.losses.index(min(look.losses))] for look in looks]
+    packings = [compare_cases(cases[:MOST_PACKED], N_PACKED) for cases in groups]
+    errors = [each.errors[each.best_row] for each in packings]
     chosen = 0
     for row, (error, zero) in enumerate(errors):
         if below(error, zero) and below(error, errors[chosen][0]):
@@ -246,10 +248,10 @@ def open_choices(cases: Sequence[Case]) -> list[str]:
     return [n for n in cases[0].tried if len({case.tried.get(n) for case in cases}) > 1]
 
 
-def _ranked(look: Look, names: Sequence[str]) -> list[Reading]:
+def _ranked(compared: ComparedCases, names: Sequence[str]) -> list[Reading]:
     """Readings, ranked, with the choices in which they may differ."""
-    tried = [({n: case.value_of(n) for n in names}, case.weights) for case in look.cases]
-    return ranked(tried, look.errors)
+    tried = [({n: case.value_of(n) for n in names}, case.weights) for case in compared.cases]
+    return ranked(tried, compared.errors)
 
 
 def _doubts(cases: Sequence[Case], compared: Sequence[str]) -> list[Case]:
