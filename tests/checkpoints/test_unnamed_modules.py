@@ -69,7 +69,7 @@ KINDS = ["torch", "gated", "softmax", "talking heads", "weights by head", "linea
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_projection_of_the_heads_outputs_is_found_by_its_input(kind: str):
-    hooked = hook_module(Model(kind), task=TASK, heads=HEADS)
+    hooked = hook_module(Model(kind), task=TASK, n_heads=HEADS)
     assert hooked.outputs == ("middle.0.omega", "middle.1.omega")
 
 
@@ -77,7 +77,7 @@ def test_a_projection_of_the_heads_outputs_is_found_by_its_input(kind: str):
 def test_masking_a_head_found_so_is_cutting_its_columns(kind: str):
     model = Model(kind)
     prompts = draw_prompts(TASK, 16, seed=3)
-    loss = ablate(hook_module(model, task=TASK, heads=HEADS), prompts, what="heads").to_frame()
+    loss = ablate(hook_module(model, task=TASK, n_heads=HEADS), prompts, what="heads").to_frame()
     with torch.no_grad():
         before = (model(prompts.tokens) - prompts.y_query_clean).square().mean()
         model.middle[1].omega.weight[:, : WIDTH // HEADS] = 0
@@ -145,7 +145,7 @@ def test_a_projection_of_the_scores_or_of_the_values_is_none():
             return self.two(wide @ wide.transpose(-1, -2))[:, -1, -1:]
 
     with pytest.raises(ValueError, match="outputs must name"):
-        hook_module(Scored(), task=TASK, heads=1)
+        hook_module(Scored(), task=TASK, n_heads=1)
 
 
 def test_a_matrix_of_queries_made_by_a_weight_is_none():
@@ -165,4 +165,4 @@ def test_a_matrix_of_queries_made_by_a_weight_is_none():
 
     model = nn.Sequential(nn.Linear(4, WIDTH), ByHead(), ByHead())
     with pytest.raises(ValueError, match="outputs must name"):
-        hook_module(model, task=TASK, heads=HEADS, read=lambda output: output[:, -1, -1:])
+        hook_module(model, task=TASK, n_heads=HEADS, read=lambda output: output[:, -1, -1:])
