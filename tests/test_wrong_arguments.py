@@ -94,7 +94,7 @@ REFUSED = {
             [f"{name} must be an integer", f"got {value!r}."],
         )
         for name, value in [
-            *product(["heads"], [0, -1, True, 2.0, "2"]),
+            *product(["n_heads"], [0, -1, True, 2.0, "2"]),
             *product(["position"], [True, 1.0, "last"]),
         ]
     },

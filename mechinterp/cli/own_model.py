@@ -92,12 +92,12 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     if callable(made) and not isinstance(made, nn.Module | HookedModule):
         try:
             made = made()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
             ) from None
     if isinstance(made, nn.Module):
-        made = hook_module(made.to(device), task=hints.task, heads=hints.n_heads)
+        made = hook_module(made.to(device), task=hints.task, n_heads=hints.n_heads)
     elif not isinstance(made, HookedModule):
         raise ValueError(f"{rule}, got {type(made).__name__}.")
     elif hints.given:
@@ -118,7 +118,7 @@ def module_of_file(path: Path, hints: "Hints", device: str) -> "HookedModule":
 
     _require_taken(str(path), hints)
     module = recurrent_module(path).to(device)
-    return replace(hook_module(module, task=hints.task, heads=hints.n_heads), name=str(path))
+    return replace(hook_module(module, task=hints.task, n_heads=hints.n_heads), name=str(path))
 
 
 def _require_taken(named: str, hints: "Hints") -> None:

@@ -191,7 +191,7 @@ def test_a_recurrence_needs_its_number_of_heads_and_its_read_out_is_no_output_of
     module = random(Recurrence())
     with as_for_users(), pytest.raises(ValueError, match=r"heads must be given: .*o_proj.*heads="):
         check(module, task=TASK)
-    found = check(hook_module(module, task=TASK, heads=1), n_prompts=32)
+    found = check(hook_module(module, task=TASK, n_heads=1), n_prompts=32)
     assert "1 layer of 1 head" in found.model
     assert "o_proj" in " ".join(found.settings["value"])
 

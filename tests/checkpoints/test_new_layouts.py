@@ -129,7 +129,7 @@ def test_another_order_of_packing_is_not_proven_and_the_module_is_hooked(tmp_pat
     with pytest.raises(CheckpointError, match="hook_module"):
         load(saved(tmp_path, module.state_dict()), n_heads=N_HEADS, predictions=batch)
     task = TaskConfig(d_x=D_X, context_length=LENGTH)
-    hooked = hook_module(module, task=task, heads=N_HEADS)
+    hooked = hook_module(module, task=task, n_heads=N_HEADS)
     prompts = draw_prompts(task, 16)
     expected = one_layer(made)(prompts.x, prompts.y[..., 0], prompts.x_query)
     torch.testing.assert_close(predictor_of(hooked).predict(prompts), expected)

@@ -190,7 +190,11 @@ class Unknown(Parameters):
     [
         (lambda: Stack(Locked()), {}, "copy.deepcopy copies"),
         (lambda: Pairs(Unknown()), {}, "a Pairs has no MultiheadAttention"),
-        (Pairs, {"heads": 2}, r"heads must be 4, the number in the softmax in stack\.blocks\.0"),
+        (
+            Pairs,
+            {"n_heads": 2},
+            r"n_heads must be 4, the number in the softmax in stack\.blocks\.0",
+        ),
         (Pairs, {"outputs": ["x"]}, r"as Pairs\.named_modules\(\)"),
     ],
 )

@@ -31,7 +31,7 @@ def made(**settings):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streams_and_patterns_are_the_library_s_own(variant: str):
     model = made(**VARIANTS[variant])
-    hooked = hook_module(model, heads=4, task=TASK)
+    hooked = hook_module(model, n_heads=4, task=TASK)
     prompts = draw_prompts(TASK, 16, seed=0)
     output, own = model(prompts.tokens, return_intermediates=True)
     predictions, cache = hooked.model.run_with_cache(prompts.tokens)
@@ -54,5 +54,5 @@ def test_streams_and_patterns_are_the_library_s_own(variant: str):
 
 def test_the_stream_is_probed():
     prompts = draw_prompts(TASK, 64, seed=0)
-    found = probe(hook_module(made(), heads=4, task=TASK), prompts)
+    found = probe(hook_module(made(), n_heads=4, task=TASK), prompts)
     assert len(found.to_frame()["layer"].unique()) == 3

@@ -97,6 +97,7 @@ class Response(Frames, Result):
         }
 
 
+@torch.inference_mode(False)  # weights of pairs are gradients
 def response(
     source: Source | Learner,
     prompts: Prompts | None = None,

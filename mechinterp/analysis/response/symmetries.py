@@ -70,10 +70,11 @@ def _transformed(
     learner: Symmetric, prompts: Prompts, output: int, seed: int
 ) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
     """Functions that give the predictions on transformed prompts, and what they should be."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     x, y, query = prompts.x, prompts.y, prompts.x_query
-    order = torch.randperm(x.shape[1], generator=generator)
-    normal = torch.randn(x.shape[2], x.shape[2], generator=generator, dtype=torch.float64)
+    order = torch.randperm(x.shape[1], generator=generator, device="cpu")
+    shape = (x.shape[2], x.shape[2])
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     rotation = torch.linalg.qr(normal)[0].to(x)
     spread = float(y.std())
     half = 0.5**0.5

@@ -85,7 +85,8 @@ def require_function_of_prompt(
             standard deviation over prompts. The message names the cause.
     """
     half = len(prompts) // 2
-    order = torch.randperm(len(prompts), generator=torch.Generator("cpu").manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(len(prompts), generator=generator, device="cpu")
     states = RandomStates()
     first, again = predict(prompts), predict(prompts)
     halves = torch.cat([predict(prompts[:half]), predict(prompts[half:])])

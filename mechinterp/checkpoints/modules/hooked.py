@@ -143,7 +143,7 @@ class HookedModule(Run):
 def hook_module(
     module: nn.Module,
     *,
-    heads: int | None = None,
+    n_heads: int | None = None,
     read: Callable[[Tensor], Tensor] | None = None,
     embed: Callable[[Prompts], Tensor] | None = None,
     outputs: Sequence[str] = (),
@@ -158,7 +158,7 @@ def hook_module(
     If no name is known, layers are the projections whose input is a product of attention weights and values in a run.
 
     Args:
-        heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
+        n_heads: Number of heads in every layer; None means that stated by the modules (num_heads, n_heads, ...).
         read: Function from the module's output to the prediction, [batch, d_y]. None means the output itself if it has
             that shape, else the last d_y entries at the last position.
         embed: Function from prompts to the module's input, [batch, pos, width]; None means tokens (x, y), the query last
@@ -182,7 +182,7 @@ def hook_module(
     """
     law_stated = task is not None
     task = as_task({} if task is None else task)
-    _require_integers(heads, position)
+    _require_integers(n_heads, position)
     own = _copied(module).eval()
     like = _first_number(own)
     enter = ModuleInput(task, embed, like.device, like.dtype)
@@ -192,7 +192,7 @@ def hook_module(
         trial = Trial(own, tokens, whole if embed else split_of(own, tokens, task))
         readers = _readers(read, task)
         _require_prediction(trial, enter, read, task)
-        hooked = _hooked(trial, enter, readers, heads, outputs, position)
+        hooked = _hooked(trial, enter, readers, n_heads, outputs, position)
         _note_sizes(hooked, prompts)
         if position is not None:
             query_positions(hooked, prompts)
@@ -201,9 +201,9 @@ def hook_module(
     return HookedModule(trial.name, task, hooked, tuple(names), law_stated=law_stated)
 
 
-def _require_integers(heads: object, position: object) -> None:
-    if heads is not None and (type(heads) is not int or heads < 1):
-        raise ValueError(f"heads must be an integer >= 1, got {heads!r}.")
+def _require_integers(n_heads: object, position: object) -> None:
+    if n_heads is not None and (type(n_heads) is not int or n_heads < 1):
+        raise ValueError(f"n_heads must be an integer >= 1, got {n_heads!r}.")
     if position is not None and type(position) is not int:
         raise ValueError(f"position must be an integer, got {position!r}.")
 
@@ -252,7 +252,7 @@ def _hooked(
     trial: Trial,
     enter: ModuleInput,
     readers: Readers,
-    heads: int | None,
+    n_heads: int | None,
     outputs: Sequence[str],
     position: int | None,
 ) -> HookedPredictor:
@@ -265,7 +265,7 @@ def _hooked(
     from mechinterp.models.hooked.module import ModuleHooks
 
     names = layer_names(trial, outputs)
-    places = places_of(trial, names, heads)
+    places = places_of(trial, names, n_heads)
     order = [[place.output for place in places].index(name) for name in names]
     model = ModuleHooks(trial.module, places, order, trial.split)
     follow(model, trial.tokens)

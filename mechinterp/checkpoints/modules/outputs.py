@@ -228,7 +228,7 @@ def _inputs(trial: Trial, names: Sequence[str]) -> dict[str, Tensor]:
             note = partial(note_input, noted=entered, name=name)
             hooks.enter_context(part.register_forward_pre_hook(note, with_kwargs=True))
         with suppress(RuntimeError):  # numpy in forward does not run with gradients
-            trial.run(trial.tokens.detach().clone().requires_grad_())
+            trial.run(trial.tokens.detach().requires_grad_())
     return entered
 
 

@@ -24,7 +24,7 @@ HEAD_KEYS = TABLE["counts"]["n_heads"].split()
 _PROJECTION_SETS = ({"q", "k", "v"}, {"qkv"}, {BY_HEAD}, {"q", "kv"})
 
 
-def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Place]:
+def places_of(trial: Trial, order: Sequence[str], stated: int | None) -> list[Place]:
     """Places of the attention blocks in order of their first run; all have the same number of
     heads.
 
@@ -36,23 +36,23 @@ def places_of(trial: Trial, order: Sequence[str], heads: int | None) -> list[Pla
     names, ran = list(dict.fromkeys(order)), Counter(run_order(trial))
     blocks = {name: _block(trial.module, name, names, ran) for name in names}
     require_heads_outputs(trial, blocks)
-    places = [_place(trial, name, blocks[name], heads) for name in names]
+    places = [_place(trial, name, blocks[name], stated) for name in names]
     counts = sorted({place.n_heads for place in places})
     if len(counts) > 1:
         listed = ", ".join(map(str, counts))
-        raise ValueError(f"heads must be the same number in every layer, got {listed}.")
+        raise ValueError(f"n_heads must be the same number in every layer, got {listed}.")
     return places
 
 
-def _place(trial: Trial, name: str, block: str, heads: int | None) -> Place:
+def _place(trial: Trial, name: str, block: str, stated: int | None) -> Place:
     heads_in, _ = _shapes(trial, name)
     stream_in, stream_out = _shapes(trial, block)
     inner = _inner(trial.module, name, block)
-    n_heads = _number_of_heads(trial, name, inner, heads)
+    n_heads = _number_of_heads(trial, name, inner, stated)
     width, n_prompts = heads_in[-1], len(trial.tokens)
     if width % n_heads:
         raise ValueError(
-            f"heads must divide the width of the heads' outputs, {width}, got {n_heads}."
+            f"n_heads must divide the width of the heads' outputs, {width}, got {n_heads}."
         )
     return Place(
         output=name,
@@ -114,19 +114,19 @@ def _shapes(trial: Trial, name: str) -> tuple[torch.Size, torch.Size]:
     return shapes[0], shapes[1]
 
 
-def _number_of_heads(trial: Trial, name: str, inner: Inner, heads: int | None) -> int:
+def _number_of_heads(trial: Trial, name: str, inner: Inner, stated: int | None) -> int:
     """Number of heads: from the module, or the user.
 
     Raises:
         ValueError: If it is unknown, or the two differ.
     """
-    own, source = next(_heads_shown(trial, name, inner), (heads, ""))
+    own, source = next(_heads_shown(trial, name, inner), (stated, ""))
     if own is None:
         raise ValueError(
-            f"heads must be given: the module around {name} states no number; pass heads= (--n-heads)."
+            f"n_heads must be given: the module around {name} states no number; pass n_heads= (--n-heads)."
         )
-    if heads not in (None, own):
-        raise ValueError(f"heads must be {own}, the number in {source}, got {heads}.")
+    if stated not in (None, own):
+        raise ValueError(f"n_heads must be {own}, the number in {source}, got {stated}.")
     return own
 
 

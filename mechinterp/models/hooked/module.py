@@ -326,7 +326,7 @@ class _Runs:
         n_heads, turned = self.place.n_heads, self.place.heads_turned
         if values.shape[-1] % n_heads:
             raise ValueError(
-                f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
+                f"n_heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
             )
         if values.ndim == 2:  # at the query only
             return self._through_heads(values[:, None])[:, 0]

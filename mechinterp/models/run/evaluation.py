@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
-from mechinterp.icl.given import PromptsTask
+from mechinterp.icl.given import PromptsTask, require_fitting
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
 from mechinterp.models.run.n_prompts import (
     least_for,
@@ -172,7 +173,8 @@ def evaluation_prompts(
 
 
 def _require_moderate(prompts: Prompts) -> None:
-    """Refuse given prompts with an entry that is not a number or beyond LARGEST_ENTRY."""
+    """Refuse given prompts whose tensors do not fit, or with an entry that is not a number or beyond LARGEST_ENTRY."""
+    require_fitting(prompts)
     for name in ("x", "y", "x_query", "y_query"):
         largest = float(getattr(prompts, name).detach().abs().max())
         if not largest <= LARGEST_ENTRY:
@@ -181,13 +183,30 @@ def _require_moderate(prompts: Prompts) -> None:
             )
 
 
+def _require_no_autocast(analysis: str) -> None:
+    """Refuse an analysis under torch.autocast, which computes in half precision whatever the dtype of the weights."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"{analysis} needs the precision of the weights, got torch.autocast({device!r}) that is on: call it under "
+                f"torch.autocast({device!r}, enabled=False)."
+            )
+
+
+def _detached(prompts: Prompts) -> Prompts:
+    """The prompts without gradients, which no analysis gives; those that need none as they are."""
+    needed = {n: t.detach() for n, t in vars(prompts).items() if t is not None and t.requires_grad}
+    return replace(prompts, **needed) if needed else prompts
+
+
 def distinct(prompts: Prompts) -> Prompts:
     """Given prompts, each of them once; a warning gives the number of distinct ones if some are equal."""
     return distinct_pairs(prompts)[0]
 
 
 def distinct_pairs(*prompts: Prompts) -> tuple[Prompts, ...]:
-    """Given prompts that belong together row by row, such as clean and corrupted ones, each row once."""
+    """Given prompts that belong together row by row, such as clean and corrupted ones, each row once, without gradients."""
+    prompts = tuple(map(_detached, prompts))
     rows, given = distinct_rows(*prompts), len(prompts[0])
     if len(rows) == given:
         return prompts
@@ -245,9 +264,10 @@ def law_in_force(
     Args:
         task: Law that replaces the model's, with missing fields from it; or "unknown", for given prompts.
     Raises:
-        ValueError: If there is no law and no prompts are given, or `task` or `prompts` is something else.
+        ValueError: If there is no law and no prompts are given, `task` or `prompts` is something else, or autocast is on.
     """
     require_prompts(prompts, analysis)
+    _require_no_autocast(analysis)
     if isinstance(task, Prompts):
         raise ValueError(
             f"{analysis}: task must be a TaskConfig, a dict of its fields, a JSON file or 'unknown', got Prompts; "

@@ -92,6 +92,29 @@ def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch
     return torch.cat(list(parts))
 
 
+def predictions_in_chunks(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """`predictions` in chunks of prompts, which fit into a processor's cache."""
+    chunks = _chunks(weights, prompts)
+    return torch.cat([predictions(weights, prompts[rows], attend=attend) for rows in chunks])
+
+
+def predict_from(
+    weights: Weights, prompts: Prompts, layer: int, at_query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, with the stream at the query after `layer` layers set to the given one."""
+    parts = []
+    for rows in _chunks(weights, prompts):
+        stream = _after(layer, _streams(weights, embedded(weights, prompts[rows]))).clone()
+        stream[:, -1] = at_query[rows]
+        for number in range(layer, weights.n_layers):
+            own = Layer(weights, number, attend, LAST)
+            stream = own.after(stream, own.written(own.z(stream)))
+        parts.append(read_out(weights, stream)[:, -1])
+    return torch.cat(parts)
+
+
 def predict_deep(
     weights: Weights, prompts: Prompts, *, attend: Attend = attend
 ) -> Float[Tensor, "batch d_y"]:

@@ -21,7 +21,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.models.layers import AVERAGE, attention_pattern
 from mechinterp.models.run.attend import Keys, Queries, attend, scores_of
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import predictions
+from mechinterp.models.run.general import predictions_in_chunks
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.weights import Weights
 
@@ -198,7 +198,7 @@ def better_with(case: Case) -> tuple[str, float] | None:
     prompts = evaluation_prompts(task, n_prompts=min(count, N_OF_LAYERS * 4)).to(weights.dtype)
     errors = {}
     for name, way in {"": attend, ALIBI: _slanted, SOFTMAX1: _with_a_logit}.items():
-        rest = predictions(weights, prompts, attend=way) - prompts.y_query
+        rest = predictions_in_chunks(weights, prompts, attend=way) - prompts.y_query
         errors[name] = rest.double().square().mean(1)
     plain = errors.pop("")
     better = {n: e for n, e in errors.items() if below(e, plain, BETTER[n])}
