@@ -100,6 +100,21 @@ class ByTorch(Inside):
         return torch.add(x, layer.mlp(layer.norm2(x)), alpha=1)
 
 
+class ReadBySum(Inside):
+    """The read-out adds a constant, in a sum that decides the prediction, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.constant
+
+
+class LoopAndSum(ReadBySum, InLoop):
+    pass
+
+
 class Residual(nn.Module):
     def forward(self, written, x):
         return written + x
@@ -166,6 +181,11 @@ def test_the_stream_is_that_of_layers_that_contain_their_sums(prompts, form):
     for heads in ([], [(0, 1)], [(1, 0), (2, 1)]):
         own = one.streams(prompts, heads=heads)
         torch.testing.assert_close(other.streams(prompts, heads=heads), own, rtol=0, atol=0)
+
+
+def test_a_sum_of_the_read_out_is_no_stream(prompts):
+    one, other = (predictor_of(each) for each in pair(LoopAndSum, ReadBySum))
+    torch.testing.assert_close(other.streams(prompts), one.streams(prompts), rtol=0, atol=0)
 
 
 def test_layers_that_run_several_times_have_a_stream(prompts):

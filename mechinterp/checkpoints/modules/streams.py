@@ -1,6 +1,5 @@
 """Residual stream of a module whose sums with it stand outside the modules of its layers, found by running it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import decides
 from mechinterp.models.hooked.runner import HookedPredictor
-from mechinterp.models.hooked.stream_calls import SUMS, Calls
+from mechinterp.models.hooked.stream_calls import Calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +16,8 @@ class _Call:
     """Torch call outside the layers."""
 
     number: int
-    function: Callable
+    is_sum: bool
+    """True if it adds two tensors of the shape of its result."""
     layer: int
     """Number of layers that ran before it."""
     result: Tensor
@@ -46,9 +46,9 @@ def _calls(model: ModuleHooks, inputs: Tensor) -> list[_Call]:
     """Calls outside the layers on these inputs, in order of running."""
     calls: list[_Call] = []
 
-    def note(number: int, function: Callable, result: Tensor) -> Tensor:
+    def note(number: int, is_sum: bool, result: Tensor) -> Tensor:
         # A copy, because the module may write into it.
-        calls.append(_Call(number, function, model.running.begun, result.clone()))
+        calls.append(_Call(number, is_sum, model.running.begun, result.clone()))
         return result
 
     with Calls(model.running, note):
@@ -61,7 +61,7 @@ def _stream_after(
 ) -> _Call | None:
     """Call that returns the stream after this number of layers; None if there is none."""
     for call in reversed(calls):
-        if call.layer == layer and (layer == 0 or call.function in SUMS):
+        if call.layer == layer and (layer == 0 or call.is_sum):
             model.running.stream_calls = {call.number: layer}
             if decides(hooked, inputs, layer, call.result):
                 return call
