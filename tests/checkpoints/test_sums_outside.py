@@ -254,3 +254,16 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
     assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="depends on more than"):
         write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
+
+
+class Bounded(Joined):
+    """Fails on tokens that no prompt has."""
+
+    def forward(self, tokens):
+        assert not tokens[:, -1, -1].any(), "the query has no y"
+        return super().forward(tokens)
+
+
+def test_a_module_that_fails_on_other_inputs_is_hooked(prompts):
+    one, other = (hook_module(made(form), task=TASK) for form in (Joined, Bounded))
+    assert torch.equal(one.predict(prompts), other.predict(prompts))

@@ -1,5 +1,6 @@
 """Residual stream of a module whose sums with it stand outside the modules of its layers, found by running it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,19 @@ def find_stream(hooked: HookedPredictor, model: ModuleHooks, inputs: Tensor) -> 
     """Let the hook points of the stream see results of torch calls, if the layers' outputs are not the stream.
 
     The stream after a layer is then the last sum before the next layer that decides the prediction. Before the first layer it
-    is the last result of any call that does. If one of them is missing, nothing changes.
+    is the last result of any call that does. If one of them is missing, or the module fails on other inputs, nothing changes.
     """
     layers = range(hooked.n_layers + 1)
     last = hooked.stream_name(layers[-1])
-    _, noted = hooked.run_noting(inputs, [last])
-    if decides(hooked, inputs, layers[-1], noted[last]):
-        return
-    calls = _calls(model, inputs)
-    found = [_stream_after(hooked, model, inputs, layer, calls) for layer in layers]
-    model.running.stream_calls = (
-        {} if None in found else {each.number: each.layer for each in found if each is not None}
-    )
+    found: list[_Call | None] = [None]
+    with suppress(AssertionError, IndexError, RuntimeError, ValueError):
+        _, noted = hooked.run_noting(inputs, [last])
+        if decides(hooked, inputs, layers[-1], noted[last]):
+            return
+        calls = _calls(model, inputs)
+        found = [_stream_after(hooked, model, inputs, layer, calls) for layer in layers]
+    whole = None not in found
+    model.running.stream_calls = {each.number: each.layer for each in found if each and whole}
 
 
 def _calls(model: ModuleHooks, inputs: Tensor) -> list[_Call]:
