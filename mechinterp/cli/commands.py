@@ -97,7 +97,8 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:
-            values.append(value if equals else following)
+            given = value if equals else following
+            values.append(given if given.strip() else repr(given))
     named = all(value in message for value in values)
     return message if named else f"{message.rstrip('.')}, got {', '.join(values)}."
 
