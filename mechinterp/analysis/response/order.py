@@ -56,7 +56,7 @@ def order_of(
     shares: dict[str, list[np.ndarray]] = {"later": [], "earlier": []}
     slopes = np.zeros(len(size))
     squares = np.zeros((len(size), context))
-    for i in positions:
+    for i in positions.tolist():
         exchanged = _exchanged(prompts, beta, i, output)
         change = pair_weights(function, exchanged, output) - sample.a
         own = moved.x[:, i]
