@@ -17,7 +17,7 @@ from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
 from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.readings.losses import LazyReadings
+from mechinterp.checkpoints.foreign.readings.losses import open_readings
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
 from mechinterp.checkpoints.modules.weights import proof_of
@@ -232,9 +232,7 @@ class _File:
 
 def _open_in(model: Checkpoint) -> dict[str, str]:
     """Settings in which the possible readings of a file differ, with their values."""
-    # Lazy readings are those of a file that leaves nothing open.
-    lazy = isinstance(model.readings, LazyReadings)
-    possible = [] if lazy else [each.tried for each in model.readings if each.stands]
+    possible = [each.tried for each in open_readings(model.readings) if each.stands]
     values = {
         name: dict.fromkeys(_short(tried.get(name)) for tried in possible)
         for name in (possible[0] if possible else ())

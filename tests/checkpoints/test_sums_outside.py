@@ -100,6 +100,21 @@ class ByTorch(Inside):
         return torch.add(x, layer.mlp(layer.norm2(x)), alpha=1)
 
 
+class ReadBySum(Inside):
+    """The read-out adds a constant, in a sum that decides the prediction, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.constant
+
+
+class LoopAndSum(ReadBySum, InLoop):
+    pass
+
+
 class Residual(nn.Module):
     def forward(self, written, x):
         return written + x
@@ -168,6 +183,11 @@ def test_the_stream_is_that_of_layers_that_contain_their_sums(prompts, form):
         torch.testing.assert_close(other.streams(prompts, heads=heads), own, rtol=0, atol=0)
 
 
+def test_a_sum_of_the_read_out_is_no_stream(prompts):
+    one, other = (predictor_of(each) for each in pair(LoopAndSum, ReadBySum))
+    torch.testing.assert_close(other.streams(prompts), one.streams(prompts), rtol=0, atol=0)
+
+
 def test_layers_that_run_several_times_have_a_stream(prompts):
     one, other = (predictor_of(each) for each in pair(OneTwice, InsideTwice))
     assert one.hooked.n_layers == other.hooked.n_layers == LAYERS
@@ -234,3 +254,16 @@ def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_pa
     assert classify(hooked, n_prompts=64).label
     with pytest.raises(ValueError, match="depends on more than"):
         write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
+
+
+class Bounded(Joined):
+    """Fails on tokens that no prompt has."""
+
+    def forward(self, tokens):
+        assert not tokens[:, -1, -1].any(), "the query has no y"
+        return super().forward(tokens)
+
+
+def test_a_module_that_fails_on_other_inputs_is_hooked(prompts):
+    one, other = (hook_module(made(form), task=TASK) for form in (Joined, Bounded))
+    assert torch.equal(one.predict(prompts), other.predict(prompts))

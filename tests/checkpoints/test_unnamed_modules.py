@@ -117,7 +117,7 @@ class Writing(nn.Module):
 def test_a_module_may_write_into_its_input():
     """Neither the trial input, from which the projections are found, nor the caller's tokens change."""
     model = Writing(Model("softmax"))
-    hooked = hook_module(model, task=TASK, heads=HEADS)
+    hooked = hook_module(model, task=TASK, n_heads=HEADS)
     assert hooked.outputs == ("model.middle.0.omega", "model.middle.1.omega")
     tokens = draw_prompts(TASK, 8, seed=1).tokens
     given = tokens.clone().requires_grad_()

@@ -10,7 +10,7 @@ from mechinterp.checkpoints.foreign.readings.assemble import Tried
 from mechinterp.checkpoints.foreign.readings.case import Case
 from mechinterp.checkpoints.foreign.readings.choices import refinements
 from mechinterp.checkpoints.foreign.readings.doubts import doubt_of, tied
-from mechinterp.checkpoints.foreign.readings.losses import LazyReadings, Reading
+from mechinterp.checkpoints.foreign.readings.losses import Reading, open_readings
 from mechinterp.checkpoints.foreign.readings.proof import Proof
 from mechinterp.checkpoints.foreign.settings import Stored
 from mechinterp.checkpoints.foreign.tensors.renaming import unused_names
@@ -38,9 +38,9 @@ def checkpoint_of_case(
     config = ExperimentConfig(task=case.task, model=weights.model)
     values = flatten(config.to_dict())
     assumed = _assumed(case, names, values) | {"step": stored.step}
-    if not isinstance(readings, LazyReadings) and readings:
-        assumed["readings"] = [each.to_document() for each in readings[:MOST_READINGS_SHOWN]]
-        if open_between := tied(readings):
+    if several := open_readings(readings):
+        assumed["readings"] = [each.to_document() for each in several[:MOST_READINGS_SHOWN]]
+        if open_between := tied(several):
             assumed["undetermined"] = open_between
     if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
         assumed["weights"] = f"the last of {times} that were saved"

@@ -16,17 +16,17 @@ from mechinterp.models.hooked.followed import BY_HEAD
 from mechinterp.models.hooked.module import first_tensor
 
 # Names of autograd's operations, without "Backward0".
-SHAPES = """
+_RESHAPED = """
 View UnsafeView Reshape ReshapeAlias Transpose Permute Clone T Slice Select Unsqueeze Squeeze
 Expand ToCopy Cat Alias Split SplitWithSizes Unbind Index Stack
 """
-SCALED = "Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
-HIDDEN = "Add Sub Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
-_SCALED = {*SHAPES.split(), *SCALED.split()}
+_RESCALED = "Mul Div Pow Rsqrt NativeLayerNorm FusedRms FusedRmsNorm NativeGroupNorm NativeDropout"
+_BENT = "Add Sub Gelu Relu Silu Tanh Sigmoid Elu Softplus LeakyRelu"
+BETWEEN = {*_RESHAPED.split(), *_RESCALED.split()}
 """Operations between the heads' outputs and the module that takes them."""
-_PASSED = {*_SCALED, *HIDDEN.split()}
+TRACED = {*BETWEEN, *_BENT.split()}
 """Operations through which the products behind a value are traced."""
-_PROJECTIONS = {"Addmm", "Mm"}
+_MATRIX_PRODUCTS = {"Addmm", "Mm"}
 _SOFTMAX = "Softmax"
 _PRODUCT = "Bmm"
 """Product of two batches of matrices."""
@@ -132,7 +132,7 @@ def _by_run(trial: Trial, ran: Sequence[str]) -> list[str]:
     matrices = (name for name in dict.fromkeys(ran) if _is_matrix(modules[name]))
     first: dict[frozenset[Any], str] = {}
     for name, values in _inputs(trial, list(matrices)).items():
-        products = frozenset(filter(_is_attention, _behind(values.grad_fn, _SCALED)))
+        products = frozenset(filter(_is_attention, _behind(values.grad_fn, BETWEEN)))
         if products:
             first.setdefault(products, name)
     return list(first.values())
@@ -154,13 +154,13 @@ def _is_product(node: Any) -> bool:
     """True for a product of two batches of matrices, none of which is a weight or a constant."""
     if _name(node) != _PRODUCT:
         return False
-    operands = [list(_behind(each, _SCALED)) for each, _ in node.next_functions]
+    operands = [list(_behind(each, BETWEEN)) for each, _ in node.next_functions]
     return all(any(not hasattr(made, "variable") for made in each) for each in operands)
 
 
 def _made_of_scores(node: Any) -> bool:
     """True if a softmax or a product of batches lies behind a value, before any projection."""
-    made_of = _walked(node, lambda each: _name(each) not in _PROJECTIONS)
+    made_of = _walked(node, lambda each: _name(each) not in _MATRIX_PRODUCTS)
     return any(_name(each) == _SOFTMAX or _is_product(each) for each in made_of)
 
 
@@ -198,8 +198,8 @@ def require_heads_outputs(trial: Trial, blocks: dict[str, str]) -> None:
             hooks.enter_context(block.register_forward_pre_hook(mark, with_kwargs=True))
         entered = _inputs(trial, others)
     for name, values in entered.items():
-        made_of = {_name(node) for node in _behind(values.grad_fn, _PASSED)}
-        what = "hidden units" if made_of and made_of <= _PROJECTIONS else ""
+        made_of = {_name(node) for node in _behind(values.grad_fn, TRACED)}
+        what = "hidden units" if made_of and made_of <= _MATRIX_PRODUCTS else ""
         what = "the residual stream" if "_Marked" in made_of else what
         if what:
             raise ValueError(

@@ -4,7 +4,7 @@ The module's forward is not replaced. torch's own hooks sit at the input of each
 of each layer; they pass the tensors to the hook points.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -177,7 +177,7 @@ class ModuleHooks(CheckedHooks):
         points = (p for n in self.running.stream_calls.values() for p in self._stream_points(n))
         return any(point.fwd_hooks or point.bwd_hooks for point in points)
 
-    def _through_stream(self, number: int, function: Callable, values: Tensor) -> Tensor:
+    def _through_stream(self, number: int, is_sum: bool, values: Tensor) -> Tensor:
         """The result of a torch call after the hook points of the stream, if it is the stream."""
         layer = self.running.stream_calls.get(number)
         for point in [] if layer is None else self._stream_points(layer):

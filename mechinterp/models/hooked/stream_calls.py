@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from mechinterp.models.hooked.followed import Running
 
-SUMS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
+_SUMS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
 
 
 class Calls(TorchFunctionMode):
@@ -19,12 +19,11 @@ class Calls(TorchFunctionMode):
     not depend on hooks of heads.
 
     Args:
-        through: Function from a call's number, its function and its result to the result that the module gets.
+        through: Function from the number of a call, True for a sum of two such tensors, and the result of the call to the
+            result that the module gets.
     """
 
-    def __init__(
-        self, running: Running, through: Callable[[int, Callable, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, running: Running, through: Callable[[int, bool, Tensor], Tensor]) -> None:
         super().__init__()
         self.running, self.through, self.number = running, through, -1
 
@@ -37,4 +36,5 @@ class Calls(TorchFunctionMode):
         if self.running.depth or not stream:
             return result
         self.number += 1
-        return self.through(self.number, func, result)
+        shapes = [each.shape for each in args if isinstance(each, Tensor)]
+        return self.through(self.number, func in _SUMS and shapes == [result.shape] * 2, result)

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from mechinterp.checkpoints.foreign.options import flag_of
-from mechinterp.checkpoints.foreign.readings.losses import LazyReadings, Reading
+from mechinterp.checkpoints.foreign.readings.losses import Reading, open_readings
 
 
 @runtime_checkable
@@ -99,9 +99,7 @@ def readings_note(source: object) -> str:
     Args:
         source: A checkpoint, or any other source of an analysis, which has no readings.
     """
-    readings: Sequence[Reading] = getattr(source, "readings", ())
-    if isinstance(readings, LazyReadings):
-        return ""  # a file that leaves nothing open
+    readings = open_readings(getattr(source, "readings", ()))
     possible = [each for each in readings if each.stands and each.predicts]
     if len(possible) < 2:
         return ""

@@ -161,7 +161,7 @@ class Reading:
 
 
 class LazyReadings(Sequence[Reading]):
-    """Readings that are tried on first use."""
+    """Readings of a file that leaves nothing open, which are tried on first use."""
 
     def __init__(self, make: Callable[[], Sequence[Reading]]) -> None:
         self.make = make
@@ -175,6 +175,11 @@ class LazyReadings(Sequence[Reading]):
 
     def __len__(self) -> int:
         return len(self.every)
+
+
+def open_readings(readings: Sequence[Reading]) -> Sequence[Reading]:
+    """Readings of a file that leaves settings open; empty for a file that leaves nothing open."""
+    return () if isinstance(readings, LazyReadings) else readings
 
 
 def ranked(

@@ -82,8 +82,12 @@ class Format:
         return cls(**fields)
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
-_FORMATS = {key: Format.of_row(key, row) for key, row in _TABLE.items()}
+_FORMATS = {
+    key: Format.of_row(key, row)
+    for key, row in tomllib.loads(
+        Path(__file__).with_name("formats.toml").read_text("utf-8")
+    ).items()
+}
 """Rows by key, in the order in which a file is compared with them."""
 OWN_LAYERS, BARE, LAYERED = (_FORMATS[key] for key in ("own-layers", "bare", "named-layers"))
 HOOKED, PRODUCTS = _FORMATS["transformer-lens"], _FORMATS["linear-transformer"]
