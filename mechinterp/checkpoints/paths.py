@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from mechinterp.checkpoints.io.tensor_files import (
-    has_weights_ending,
-)
+from mechinterp.checkpoints.io.tensor_files import has_weights_ending
 from mechinterp.checkpoints.native.exchange import SIDE_CAR
 from mechinterp.checkpoints.native.folder import CONFIG_FILE
 

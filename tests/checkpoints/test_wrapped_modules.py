@@ -10,14 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
-from mechinterp import (
-    TaskConfig,
-    ablate,
-    hook_module,
-    name_algorithm,
-    predictor_of,
-    sample_prompts,
-)
+from mechinterp import TaskConfig, ablate, hook_module, name_algorithm, predictor_of, sample_prompts
 from tests.checkpoints.strange_modules import (
     EACH,
     HEADS,

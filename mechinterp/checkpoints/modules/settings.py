@@ -24,12 +24,7 @@ from mechinterp.config.model import OVER_PAIRS
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.delta_layers import TINY
 from mechinterp.models.hooked.explained import MASKED, Passed, caught, same
-from mechinterp.models.hooked.followed import (
-    POINTS,
-    PROJECTED,
-    HeadPoints,
-    by_linear_weights,
-)
+from mechinterp.models.hooked.followed import POINTS, PROJECTED, HeadPoints, by_linear_weights
 from mechinterp.models.layers import (
     ACTIVATION_FUNCTIONS,
     SCORE_PRODUCTS,

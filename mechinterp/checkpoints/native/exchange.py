@@ -30,11 +30,7 @@ from mechinterp.checkpoints.native.document import (
     sha256_of,
 )
 from mechinterp.checkpoints.native.folder import WEIGHTS_FILE
-from mechinterp.checkpoints.native.tensors import (
-    fill_with_tensors,
-    state_dict,
-    weights_from,
-)
+from mechinterp.checkpoints.native.tensors import fill_with_tensors, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
 from mechinterp.models.weights import Weights

@@ -18,11 +18,7 @@ from mechinterp.config import ModelConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK, UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import (
-    AVERAGE,
-    SCORE_PRODUCTS,
-    attention_pattern,
-)
+from mechinterp.models.layers import AVERAGE, SCORE_PRODUCTS, attention_pattern
 from mechinterp.models.run.attend import (
     Attend,
     Keys,

@@ -18,10 +18,7 @@ from mechinterp.models.layers import (
     turned_by_position,
 )
 from mechinterp.models.recurrence import Memory, memory_of, written_before
-from mechinterp.models.run.attend import (
-    Attend,
-    Keys,
-)
+from mechinterp.models.run.attend import Attend, Keys
 from mechinterp.models.weights import GATE_TENSORS, Weights
 
 ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)

@@ -9,9 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.options import (
-    Hints,
-)
+from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.readings.assemble import Tried, architecture, assembled, columns
 from mechinterp.checkpoints.foreign.readings.choices import Choices, refinements
 from mechinterp.checkpoints.foreign.tensors.formats import Format
