@@ -125,7 +125,7 @@ $(BESIDE)/transformer-lens-%/.installed: $(STAMP)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt transformer-lens==$*
 	@touch $@
 
-test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks
+test-peers: $(PEERS)/.installed ## let nnsight, pyvene and captum drive our hooks, and hook x-transformers
 	OMP_NUM_THREADS=1 REQUIRED=1 PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest $(UNCHECKED) tests/peers
 
 # Not editable: the tests take the package from the checkout they run in.

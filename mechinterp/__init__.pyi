@@ -33,7 +33,7 @@ from mechinterp.analysis.training.sampler import Chains as Chains
 from mechinterp.checkpoints.checkpoint import Checkpoint as Checkpoint
 from mechinterp.checkpoints.foreign.recurrent import recurrent_module as recurrent_module
 from mechinterp.checkpoints.load import load as load
-from mechinterp.checkpoints.plain_modules import hook_module as hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module as hook_module
 from mechinterp.config import CovarianceConfig as CovarianceConfig
 from mechinterp.config import ExperimentConfig as ExperimentConfig
 from mechinterp.config import ModelConfig as ModelConfig

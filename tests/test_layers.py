@@ -129,6 +129,7 @@ except SystemExit as ended:
     print(ended.code or 0, *sys.modules, file=sys.stderr)
 """
 HEAVY = {"transformer_lens", "transformers", "torch._dynamo", "sklearn", "ray", "jinja2"}
+HEAVY |= {"sympy", "scipy.interpolate"}
 """What no classification needs."""
 
 
@@ -139,11 +140,14 @@ def loaded_by(*arguments: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sampled(["x.pt", "model", "one layer"], keep="model".__eq__))
+@pytest.mark.parametrize(
+    "kind", sampled(["x.pt", "model", "one layer", "linear stack"], keep="model".__eq__)
+)
 def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     gpt2_file(tmp_path)
     deep_softmax(tmp_path)
-    path = "checkpoints/softmax-h2-s0" if kind == "one layer" else str(tmp_path / kind)
+    shipped = {"one layer": "softmax-h2-s0", "linear stack": "sparse-h4-noise0.1-s0"}
+    path = f"checkpoints/{shipped[kind]}" if kind in shipped else str(tmp_path / kind)
     hints = ("--n-heads", "4") if kind == "x.pt" else ()
     code, loaded = loaded_by("classify", path, "--n-prompts", "64", "--json", *hints)
     assert code == "0"

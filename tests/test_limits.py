@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
 from mechinterp import (
+    Prompts,
     classify,
     compare_learners,
     local_learning_coefficient,
@@ -15,6 +17,7 @@ from mechinterp import (
     sample_prompts,
 )
 from mechinterp.analysis.labels import ALGORITHMS_RANGE, PATTERNS_RANGE
+from mechinterp.analysis.multi_layer.naming_prompts import drawn_at
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from mechinterp.checkpoints.checkpoint import save
@@ -24,10 +27,12 @@ from mechinterp.memory import peak_memory
 from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from mechinterp.models.hooked.transformer import ICLTransformer
-from mechinterp.models.run.evaluation import MOST_DRAWN, evaluation_prompts, most_prompts
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.n_prompts import MOST_DRAWN, most_prompts
 from mechinterp.training.general.trainer import initial_deep_weights
 from mechinterp.training.one_layer.step import initial_weights
 from tests.conftest import Run, refused
+from tests.test_doors import as_for_users
 
 STEP = debiased_gradient_step(0.88, 0.02, d_x=5)
 LONG = TaskConfig(context_length=100_000)
@@ -150,3 +155,67 @@ def test_the_verdict_outside_the_calibrated_range_leaves_the_calibration_out():
     assert inside.label == outside.label == "debiased_gd"
     assert (inside.calibrated, outside.calibrated) == (True, False)
     assert len(outside.verdict.sure) < len(inside.verdict.sure)
+
+
+GIVEN = sample_prompts(STEP, 64)
+MISFITS = {
+    "fewer y": ({"y": GIVEN.y[:, :3]}, ["prompts.y", "[64, 40, 1]", "[64, 3, 1]"]),
+    "two axes": ({"x": GIVEN.x[:, 0]}, ["prompts.x", "[64, 5]"]),
+    "no pairs": ({"x": GIVEN.x[:, :0], "y": GIVEN.y[:, :0]}, ["prompts.x", "[64, 0, 5]"]),
+    "other prompts": ({"x_query": GIVEN.x_query[:32]}, ["prompts.x_query", "[32, 5]"]),
+    "other task vectors": ({"beta": GIVEN.beta[:, :2]}, ["prompts.beta", "[64, 2, 1]"]),
+    "one in float32": ({"x": GIVEN.x.float()}, ["prompts.y", "torch.float64"]),
+    "bfloat16": ({"x": GIVEN.x.bfloat16()}, ["prompts.x", "torch.bfloat16"]),
+    "whole numbers": ({"x": GIVEN.x.long()}, ["prompts.x", "torch.int64", "from_arrays"]),
+    "truth values": ({"y": GIVEN.y > 0}, ["prompts.y", "torch.bool"]),
+    "complex": ({"x": GIVEN.x.to(torch.complex64)}, ["prompts.x", "torch.complex64"]),
+    "sparse": ({"x": GIVEN.x.to_sparse()}, ["prompts.x", "dense"]),
+    "without data": ({"y": GIVEN.y.to("meta")}, ["prompts.y", "on meta"]),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("name", ["classify", "probe", "error-curve", "attention-patterns"])
+def test_prompts_whose_tensors_do_not_fit_are_refused(name: str, misfit: str):
+    changed, words = MISFITS[misfit]
+    with as_for_users(), refused(*words):
+        ANALYSES[name].function(STEP, replace(GIVEN, **changed))
+
+
+@pytest.mark.parametrize("wrong", [GIVEN.x.numpy(), GIVEN.x.tolist(), None], ids=type)
+def test_prompts_are_made_of_tensors(wrong: object):
+    with as_for_users(), refused("Prompts.x must be a tensor", type(wrong).__name__):
+        replace(GIVEN, x=wrong)
+
+
+def test_half_precision_of_arrays_becomes_float32():
+    given = [getattr(GIVEN, name).half() for name in ("x", "y", "x_query", "y_query")]
+    prompts = Prompts.from_arrays(*given)
+    assert prompts.y.dtype == torch.float32
+    assert torch.equal(prompts.y, given[1].float())
+
+
+@pytest.mark.parametrize("name", ["classify", "response", "compare-learners"])
+def test_prompts_that_need_gradients_give_the_same_numbers(name: str):
+    plain = sample_prompts(STEP, 512)
+    needing = replace(plain, x=plain.x.clone().requires_grad_(), y=torch.nn.Parameter(plain.y))
+    analysis = ANALYSES[name].function
+    expected = analysis(STEP, plain).to_frame()
+    pd.testing.assert_frame_equal(analysis(STEP, needing).to_frame(), expected)
+    assert needing.x.requires_grad
+
+
+@pytest.mark.parametrize("name", ["classify", "response", "ablate", "error-curve"])
+def test_autocast_is_refused(name: str):
+    """It computes float32 in bfloat16: an R² of the error curve was off by 20."""
+    with torch.autocast("cpu", dtype=torch.bfloat16), refused("torch.autocast('cpu')"):
+        ANALYSES[name].function(load("softmax-h2-s0"), n_prompts=512)
+    with torch.autocast("cpu", enabled=False):
+        ANALYSES[name].function(load("softmax-h2-s0"), n_prompts=512)
+
+
+def test_prompts_of_another_length_are_refused_before_they_are_drawn():
+    """A model at its own length may have few prompts, while those that a name needs are as many as always."""
+    assert len(drawn_at(replace(LONG, context_length=3), 8, 3, seed=0, step=1)) == 8
+    with refused("n_prompts", "<= 111", "got 112"):
+        drawn_at(LONG, 112, 100_000, seed=0, step=1)

@@ -26,7 +26,7 @@ from mechinterp import (
     push_to_hub,
 )
 from mechinterp.checkpoints.checkpoint import save
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.icl.prompts import draw_prompts, generator_for
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from tests.conftest import Run, refused
@@ -94,7 +94,7 @@ REFUSED = {
             [f"{name} must be an integer", f"got {value!r}."],
         )
         for name, value in [
-            *product(["heads"], [0, -1, True, 2.0, "2"]),
+            *product(["n_heads"], [0, -1, True, 2.0, "2"]),
             *product(["position"], [True, 1.0, "last"]),
         ]
     },

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -18,10 +17,10 @@ from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
 from mechinterp.analysis.patching.pairing import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.score import LazyReadings
+from mechinterp.checkpoints.foreign.readings.losses import open_readings
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.module_weights import ModuleProof, proof_of
-from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
+from mechinterp.checkpoints.modules.weights import proof_of
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.display import Result, counted
 from mechinterp.icl.predictors import ridge
@@ -52,6 +51,11 @@ NEEDS: Mapping[needs.Needs, str] = {
 OF_STREAM = ("probe", "p-probe", "patch-activations")
 """Analyses that read the stream at the query."""
 EDGES = "attribute-edges"
+UNTRAINED = "the model predicts no better than 0: it is untrained, or {} is wrong"
+Setting = tuple[str, str, str]
+"""Name and value of a setting, and its ground."""
+Runs = tuple[bool, str]
+"""True if an analysis runs on a model, and the requirement that the model lacks."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +135,7 @@ def check(
         'a training of linear attention by this package'
     """
     model = _model(source, task)
+    kind = _File(model) if isinstance(model, Checkpoint) else _Module(model)
     prompts, law = prompts_and_law(
         model,
         prompts,
@@ -139,28 +144,25 @@ def check(
         n_prompts=n_prompts or N_LOSS_PROMPTS,
         seed=seed,
     )
+    predictor = predictor_of(model)
     with torch.no_grad():
-        prediction = predictor_of(model).predict(prompts)
+        prediction = predictor.predict(prompts)
     best = ridge(prompts, penalty=0.0 if law is None else law.posterior_penalty)
     loss = task_loss(prediction, best.to(prediction), prompts)
-    heads = counted(predictor_of(model).n_heads, "head")
-    layers = counted(predictor_of(model).n_layers, "layer")
-    kind = model.format if isinstance(model, Checkpoint) else "a PyTorch module with hooks"
-    proof = proof_of(model) if isinstance(model, HookedModule) else None
-    rows_of = (
-        [*_of_law(model, law), *_of_file(cast(Checkpoint, model))]
-        if proof is None
-        else [*_of_law(model, law), *_of_module(cast(HookedModule, model), proof)]
+    heads, layers = counted(predictor.n_heads, "head"), counted(predictor.n_layers, "layer")
+    settings = pd.DataFrame(
+        [*_of_law(law, known=predictor.trained_here), *kind.settings()],
+        columns=["setting", "value", "how"],
     )
-    settings = pd.DataFrame(rows_of, columns=["setting", "value", "how"])
     order = settings["how"].map(HOW.index)
-    rows = [(name, *_lacks(name, each, model, proof)) for name, each in registry.ANALYSES.items()]
+    rows = [(name, *kind.runs(name, each)) for name, each in registry.ANALYSES.items()]
+    untrained = "" if loss.model < loss.zero else UNTRAINED.format(kind.stated_by_user)
     return Check(
-        model=f"{model.name}: {layers} of {heads}, {kind}",
+        model=f"{model.name}: {layers} of {heads}, {kind.in_words}",
         loss=loss,
         settings=settings.loc[order.sort_values(kind="stable").index].reset_index(drop=True),
         analyses=pd.DataFrame(rows, columns=["analysis", "runs", "lacks"]),
-        doubt=_doubt(model, loss),
+        doubt=predictor.doubt or untrained,
     )
 
 
@@ -177,53 +179,60 @@ def _model(source: object, task: TaskLike | None) -> Checkpoint | HookedModule:
     )
 
 
-def _doubt(model: Checkpoint | HookedModule, loss: TaskLoss) -> str:
-    if isinstance(model, Checkpoint) and model.doubt:
-        return model.doubt
-    if loss.model < loss.zero:
-        return ""
-    hint = "the task" if isinstance(model, Checkpoint) else "the task, embed= or read="
-    return f"the model predicts no better than 0: it is untrained, or {hint} is wrong"
-
-
-Setting = tuple[str, str, str]
-"""Name and value of a setting, and its ground."""
-
-
-def _of_law(model: Checkpoint | HookedModule, law: TaskConfig | None) -> Iterator[Setting]:
+def _of_law(law: TaskConfig | None, *, known: bool) -> Iterator[Setting]:
     """Fields of the task."""
     if law is not None:
-        stated = "known" if predictor_of(model).trained_here else "stated"
         for name, value in law.fields_in_words.items():
-            yield name, value, "assumed" if name in law.assumed else stated
+            yield name, value, "assumed" if name in law.assumed else "known" if known else "stated"
 
 
-def _of_file(model: Checkpoint) -> Iterator[Setting]:
-    """Settings of the architecture as the file is read, and for a checkpoint of this package those of its config."""
-    config = model.config.model
-    named: dict[str, tuple[str, str]] = {}
-    for how in HOW[1:]:
-        for name, value in getattr(model, how).items():
-            if name.startswith("model.") and value not in (None, (), []):
-                named[name.removeprefix("model.")] = (_short(value), how)
-    if "attn_scale" in model.assumed:
-        named["scale"] = (f"{1 / float(str(model.assumed['attn_scale'])):.4g}", "assumed")
-    named |= {name: (values, "open") for name, values in _open_in(model).items()}
-    if "predictions" in model.proven:
-        named["predictions"] = (str(model.proven["predictions"]), "proven")
-    for name, value in {"score": config.score, "norm": config.norm, "d_mlp": config.d_mlp}.items():
-        if value is not None:
-            named.setdefault(name, (str(value), "known"))
-    size = sum(tensor.numel() for tensor in model.weights.tensors.values())
-    named["parameters"] = (f"{size:,}", "known")
-    yield from ((name, *said) for name, said in named.items())
+def _runs(analysis: registry.Analysis, model: Checkpoint | HookedModule) -> Runs:
+    """True if a model satisfies the requirement of an analysis, else the requirement in words."""
+    if analysis.needs(model):
+        return True, ""
+    return False, NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
+
+
+class _File:
+    """Settings of a checkpoint, and the analyses that run on it."""
+
+    stated_by_user = "the task"
+
+    def __init__(self, model: Checkpoint) -> None:
+        self.model = model
+        self.in_words = model.format
+
+    def settings(self) -> Iterator[Setting]:
+        """The architecture as the file is read, and for a checkpoint of this package its config."""
+        model, config = self.model, self.model.config.model
+        named: dict[str, tuple[str, str]] = {}
+        for how in HOW[1:]:
+            for name, value in getattr(model, how).items():
+                if name.startswith("model.") and value not in (None, (), []):
+                    named[name.removeprefix("model.")] = (_short(value), how)
+        if "attn_scale" in model.assumed:
+            named["scale"] = (f"{1 / float(str(model.assumed['attn_scale'])):.4g}", "assumed")
+        named |= {name: (values, "open") for name, values in _open_in(model).items()}
+        if "predictions" in model.proven:
+            named["predictions"] = (str(model.proven["predictions"]), "proven")
+        for name, own in {
+            "score": config.score,
+            "norm": config.norm,
+            "d_mlp": config.d_mlp,
+        }.items():
+            if own is not None:
+                named.setdefault(name, (str(own), "known"))
+        size = sum(tensor.numel() for tensor in model.weights.tensors.values())
+        named["parameters"] = (f"{size:,}", "known")
+        yield from ((name, *said) for name, said in named.items())
+
+    def runs(self, name: str, analysis: registry.Analysis) -> Runs:
+        return _runs(analysis, self.model)
 
 
 def _open_in(model: Checkpoint) -> dict[str, str]:
     """Settings in which the possible readings of a file differ, with their values."""
-    # Lazy readings are those of a file that leaves nothing open.
-    lazy = isinstance(model.readings, LazyReadings)
-    possible = [] if lazy else [each.tried for each in model.readings if each.stands]
+    possible = [each.tried for each in open_readings(model.readings) if each.stands]
     values = {
         name: dict.fromkeys(_short(tried.get(name)) for tried in possible)
         for name in (possible[0] if possible else ())
@@ -235,47 +244,50 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _of_module(model: HookedModule, proof: ModuleProof) -> Iterator[Setting]:
-    """Input, prediction and heads of a module, and whether its weights are proven."""
-    hooked = model.hooked
-    own = getattr(hooked.embed, "embed", None)
-    yield "input", "tokens (x, y), query last" if own is None else "embed=", _stated(own)
-    plain = getattr(hooked.read, "func", None) is not None
-    yield "prediction", "last entries of the output" if plain else "read=", _stated(not plain)
-    yield "heads before", ", ".join(dict.fromkeys(model.outputs)), "known"
-    yield "parameters", f"{sum(p.numel() for p in model.model.module.parameters()):,}", "known"
-    for values in proof.open:
-        yield "reading", values, "open"
-    if proof.readings:
-        yield "weights by name", f"({proof.tried}; one predicts as the module does)", "proven"
+class _Module:
+    """Settings of a hooked module, and the analyses that run on it."""
+
+    in_words = "a PyTorch module with hooks"
+    stated_by_user = "the task, embed= or read="
+
+    def __init__(self, model: HookedModule) -> None:
+        self.model = model
+        self.proof = proof_of(model)
+
+    def settings(self) -> Iterator[Setting]:
+        """Input, prediction and heads, and whether the weights are proven."""
+        model, proof = self.model, self.proof
+        own = getattr(model.hooked.embed, "embed", None)
+        yield "input", "tokens (x, y), query last" if own is None else "embed=", _stated(own)
+        plain = getattr(model.hooked.read, "func", None) is not None
+        yield "prediction", "last entries of the output" if plain else "read=", _stated(not plain)
+        yield "heads before", ", ".join(dict.fromkeys(model.outputs)), "known"
+        yield "parameters", f"{sum(p.numel() for p in model.model.module.parameters()):,}", "known"
+        for values in proof.open:
+            yield "reading", values, "open"
+        if proof.readings:
+            yield "weights by name", f"({proof.tried}; one predicts as the module does)", "proven"
+
+    def runs(self, name: str, analysis: registry.Analysis) -> Runs:
+        """True if an analysis runs on the module, else what it lacks."""
+        model, proof = self.model, self.proof
+        if name in (*OF_STREAM, EDGES):
+            try:
+                _require_stream(model, edges=name == EDGES)
+            except ValueError as error:
+                return False, " ".join(str(error).split()).removesuffix(".")
+            return True, ""
+        if analysis.needs is needs.weights_by_name:
+            return bool(proof.readings), f"weights by name, but {proof.why}" if proof.why else ""
+        runs, lacks = _runs(analysis, model)
+        if not runs and analysis.needs is needs.readable_patterns:
+            reasons = dict.fromkeys(model.model.unfollowed.values())
+            lacks += f" ({next(iter(reasons))})" if reasons else ""
+        return runs, lacks
 
 
 def _stated(given: object) -> str:
     return "stated" if given else "assumed"
-
-
-def _lacks(
-    name: str,
-    analysis: registry.Analysis,
-    model: Checkpoint | HookedModule,
-    proof: ModuleProof | None,
-) -> tuple[bool, str]:
-    """True if an analysis runs on a model, and the requirement that the model lacks."""
-    if isinstance(model, HookedModule) and name in (*OF_STREAM, EDGES):
-        try:
-            _require_stream(model, edges=name == EDGES)
-        except ValueError as error:
-            return False, " ".join(str(error).split()).removesuffix(".")
-        return True, ""
-    if proof is not None and analysis.needs is needs.weights_by_name:
-        return bool(proof.readings), f"weights by name, but {proof.why}" if proof.why else ""
-    if analysis.needs(model):
-        return True, ""
-    lacks = NEEDS.get(analysis.needs, (analysis.needs.__doc__ or "").split("\n")[0])
-    if isinstance(model, HookedModule) and analysis.needs is needs.readable_patterns:
-        reasons = dict.fromkeys(model.model.unfollowed.values())
-        lacks += f" ({next(iter(reasons))})" if reasons else ""
-    return False, lacks
 
 
 @torch.no_grad()

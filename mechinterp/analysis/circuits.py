@@ -14,8 +14,8 @@ from torch import Tensor
 from mechinterp import figures, heatmaps
 from mechinterp.analysis.number_format import digits
 from mechinterp.analysis.result import HEAD_COLUMNS
-from mechinterp.checkpoints.module_weights import by_weights, proof_of
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
+from mechinterp.checkpoints.modules.weights import by_weights, proof_of
 from mechinterp.display import Result, counted, head_names
 from mechinterp.memory import require_memory
 from mechinterp.models.run.predictor import Source, predictor_of
@@ -224,7 +224,6 @@ def circuits(source: Source) -> Circuits:
     Raises:
         ValueError: If the model has no weights by name, and its state dict is not read as a model that
             predicts the same.
-
     Source:
         He et al. 2025, arXiv 2503.12734, eq. (3.1); the papers' KQ is the transpose of QK.
     See also:
@@ -252,18 +251,7 @@ def circuits(source: Source) -> Circuits:
         OV = read
         if "W_in" in tensors:
             QK, OV = tensors["W_in"] @ QK @ tensors["W_in"].mT, tensors["W_in"] @ OV
-    block = QK[..., :d_x, :d_x]
-    omega, mu = block.diagonal(dim1=2, dim2=3), OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
-    off = block.abs().masked_fill(torch.eye(d_x, dtype=torch.bool, device="cpu"), 0)
-    about_tokens = {
-        "omega": omega,
-        "mu": mu[..., : weights.d_y],
-        "qk_diagonal": part_of(omega, block),
-        "qk_off_diagonal": off.amax((2, 3)),
-        "qk_y_leak": QK[..., :d_x, d_x:].abs().amax((2, 3)),
-        "ov_last_entry": part_of(mu, OV),
-        "ov_x_leak": OV[..., :d_x, :].abs().amax((2, 3)),
-    }
+    about_tokens = _in_tokens(QK, OV, d_x, weights.d_y)
     if alone:
         about_tokens = {n: torch.full_like(v, torch.nan) for n, v in about_tokens.items()}
     norm = torch.linalg.matrix_norm
@@ -272,6 +260,22 @@ def circuits(source: Source) -> Circuits:
     of_any |= {name: _constant(weights, name, like=ov_read) for name in GATE_NUMBERS}
     arrays = {name: tensor.numpy() for name, tensor in (about_tokens | of_any).items()}
     return Circuits(**arrays, of_weights_alone=alone)
+
+
+def _in_tokens(QK: Tensor, OV: Tensor, d_x: int, d_y: int) -> dict[str, Tensor]:
+    """Numbers of circuits whose coordinates are those of tokens (x, y)."""
+    block = QK[..., :d_x, :d_x]
+    omega, mu = block.diagonal(dim1=2, dim2=3), OV[..., d_x:, :].diagonal(dim1=2, dim2=3)
+    off = block.abs().masked_fill(torch.eye(d_x, dtype=torch.bool, device="cpu"), 0)
+    return {
+        "omega": omega,
+        "mu": mu[..., :d_y],
+        "qk_diagonal": part_of(omega, block),
+        "qk_off_diagonal": off.amax((2, 3)),
+        "qk_y_leak": QK[..., :d_x, d_x:].abs().amax((2, 3)),
+        "ov_last_entry": part_of(mu, OV),
+        "ov_x_leak": OV[..., :d_x, :].abs().amax((2, 3)),
+    }
 
 
 def _constant(weights: Weights, name: str, *, like: Tensor) -> Float[Tensor, "layer head"]:

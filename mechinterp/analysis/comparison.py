@@ -20,7 +20,7 @@ from mechinterp.analysis.one_layer.classify import N_LAYER_PROMPTS, classify
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.checkpoints.checkpoint import Checkpoint, checkpoint_of, load
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import ExperimentConfig
 from mechinterp.display import Result, counted
 from mechinterp.fields import flatten

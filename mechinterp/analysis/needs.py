@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.module_weights import by_weights
-from mechinterp.checkpoints.plain_modules import HookedModule
+from mechinterp.checkpoints.modules.hooked import HookedModule
+from mechinterp.checkpoints.modules.weights import by_weights
 from mechinterp.models.hooked.masks import pattern_name
 from mechinterp.models.run.evaluation import sample_prompts
 from mechinterp.models.run.predictor import predictor_of

@@ -42,7 +42,7 @@ from mechinterp.checkpoints.io.files import one_line
 from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import usual_number
+from mechinterp.models.run.n_prompts import usual_number
 from mechinterp.models.run.predictor import Learner, is_learner
 
 GIVEN = ("prompts", "clean")
@@ -345,15 +345,20 @@ def run_analysis(
     for option in given.keys() - analysis.options.keys() - {*GIVEN}:
         known = ", ".join(analysis.options) or "nothing"
         raise ValueError(f"{name} takes {known}, got {option}.")
-    # A function may have no default of its own.
-    unset = [n for n, each in analysis.options.items() if each.default is Parameter.empty]
-    if "n_prompts" in unset and "n_prompts" not in given:
-        given["n_prompts"] = usual_number(checkpoint)
-    if "seed" in unset:
-        given.setdefault("seed", 0)
-    result = analysis.function(checkpoint, **given)
+    result = analysis.function(checkpoint, **_with_defaults(analysis, checkpoint, given))
     if not isinstance(result, Finding):
         raise ValueError(
             f"{name} must give a result with to_frame and plot, got {type(result).__name__}."
         )
     return result
+
+
+def _with_defaults(
+    analysis: Analysis, source: Model | Learner, given: dict[str, object]
+) -> dict[str, object]:
+    """The arguments, with a number of prompts and a seed for a function without defaults of its own."""
+    unset = {n for n, each in analysis.options.items() if each.default is Parameter.empty}
+    unset -= given.keys()
+    if "n_prompts" in unset:
+        given = {**given, "n_prompts": usual_number(source)}
+    return {**given, "seed": 0} if "seed" in unset else given

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from mechinterp.checkpoints.foreign.score import Reading
+from mechinterp.checkpoints.foreign.readings.losses import Reading
 from mechinterp.checkpoints.io.files import writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
@@ -24,6 +24,7 @@ from mechinterp.checkpoints.native.document import (
     sha256_of,
 )
 from mechinterp.checkpoints.native.folder import (
+    CONFIG_FILE,
     FILES,
     HISTORY_FILE,
     SNAPSHOTS,
@@ -193,7 +194,7 @@ class Checkpoint(Run):
                 if any(name.startswith("model.") for name in settings)
             ]
             # Settings that may be wrong come first.
-            first = [f"assumed: {', '.join(assumed)}"] if assumed else []
+            first = [f"assumed for the model: {', '.join(assumed)}"] if assumed else []
             doubt = [self.doubt] if self.doubt else []
             origin = "; ".join([*first, *doubt, *settled, f"format {self.format}"])
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"
@@ -392,7 +393,7 @@ def save(
     if not shared:
         require_new(path)
     names = FILES if shared else None
-    with claimed(path, last="config.json", names=names) as claim:
+    with claimed(path, last=CONFIG_FILE, names=names) as claim:
         if kept:
             claim.write(SNAPSHOTS, partial(fill_with_tensors, tensors=stacked_snapshots(kept)))
         claim.write(WEIGHTS_FILE, partial(fill_with_tensors, tensors=state_dict(weights)))
@@ -403,4 +404,4 @@ def save(
             config, step=step, assumed=assumed, origin=origin, files=files, grounds=grounds
         )
         text = json.dumps(document, indent=2) + "\n"
-        claim.write("config.json", lambda file: file.write_text(text, encoding="utf-8"))
+        claim.write(CONFIG_FILE, lambda file: file.write_text(text, encoding="utf-8"))

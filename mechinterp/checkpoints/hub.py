@@ -6,10 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 from mechinterp.checkpoints.io.files import CheckpointError, one_line
-from mechinterp.checkpoints.native.folder import SNAPSHOTS, WEIGHTS_FILE
+from mechinterp.checkpoints.native.folder import CONFIG_FILE, SNAPSHOTS, WEIGHTS_FILE
 
 WANTED = (
-    "config.json",
+    CONFIG_FILE,
     "config.yaml",
     WEIGHTS_FILE,
     SNAPSHOTS,

@@ -27,7 +27,7 @@ from mechinterp.cli.printing import about_paths, answer, complain, say, say_json
 if TYPE_CHECKING:
     from mechinterp.analysis.classified import Classified
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.checkpoints.modules.hooked import HookedModule
 
 
 @reads_files(device=True, request=True)
@@ -44,7 +44,7 @@ def classify(
     checkpoints/*"""
     from mechinterp.analysis.comparison import model_row
     from mechinterp.checkpoints.io.files import NotUnderstoodError
-    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
     from mechinterp.progress import progress
     from mechinterp.report.bars import progress_bars
     from mechinterp.report.to_csv import require_writable, write_table
@@ -117,7 +117,7 @@ def _say_label(
 
 def _steps(groups: Sequence[Sequence[Path]], files: Files, context_length: int | None) -> Steps:
     """Models of the paths that are steps of a run."""
-    from mechinterp.checkpoints.load import steps_of
+    from mechinterp.checkpoints.paths import steps_of
 
     steps = {}
     for group in groups:
@@ -276,7 +276,7 @@ def _models_of(
 ) -> tuple["Checkpoint | HookedModule | list[Checkpoint]", list[dict[str, str]]]:
     """The model, or the readable ones of several, where a run counts as one; and a JSON entry of every path with its
     error, if any."""
-    from mechinterp.checkpoints.load import checkpoint_paths, runs_among
+    from mechinterp.checkpoints.paths import checkpoint_paths, runs_among
 
     each: list[tuple[Path, Checkpoint | None]] = []
     for group in runs_among(checkpoint_paths(paths)):

@@ -12,7 +12,7 @@ from mechinterp.cli.printing import complain, complain_in_rows
 
 if TYPE_CHECKING:
     from mechinterp.checkpoints.checkpoint import Checkpoint
-    from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.checkpoints.modules.hooked import HookedModule
     from mechinterp.models.run.predictor import Learner
 
 LENGTH = "task.context_length"
@@ -41,7 +41,7 @@ class Files:
         """Checkpoint, module or function of prompts my_module:mine; assumptions are printed to standard
         error."""
         from mechinterp.checkpoints.checkpoint import Checkpoint
-        from mechinterp.checkpoints.plain_modules import HookedModule
+        from mechinterp.checkpoints.modules.hooked import HookedModule
 
         found = self.opened(path)
         if isinstance(found, Checkpoint):
@@ -63,7 +63,7 @@ class Files:
         """Checkpoint, module or function, without a word about assumptions; a file with recurrent layers of libraries is a module."""
         if is_own_model(path):
             return own_source(str(path), self.hints, self.device)
-        from mechinterp.checkpoints.foreign.kinds import RecurrentError
+        from mechinterp.checkpoints.foreign.tensors.kinds import RecurrentError
         from mechinterp.checkpoints.io.files import CheckpointError
 
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mechinterp.checkpoints.checkpoint import Checkpoint
     from mechinterp.checkpoints.foreign.options import Hints
-    from mechinterp.checkpoints.plain_modules import HookedModule
+    from mechinterp.checkpoints.modules.hooked import HookedModule
     from mechinterp.icl.prompts import Prompts
     from mechinterp.models.run.predictor import Learner
 
@@ -74,7 +74,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
 
     from mechinterp.analysis.registry import own_object
     from mechinterp.checkpoints.io.files import one_line
-    from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+    from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
     from mechinterp.models.run.predictor import is_learner
 
     _require_taken(named, hints)
@@ -92,12 +92,12 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     if callable(made) and not isinstance(made, nn.Module | HookedModule):
         try:
             made = made()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
             ) from None
     if isinstance(made, nn.Module):
-        made = hook_module(made.to(device), task=hints.task, heads=hints.n_heads)
+        made = hook_module(made.to(device), task=hints.task, n_heads=hints.n_heads)
     elif not isinstance(made, HookedModule):
         raise ValueError(f"{rule}, got {type(made).__name__}.")
     elif hints.given:
@@ -114,11 +114,11 @@ def module_of_file(path: Path, hints: "Hints", device: str) -> "HookedModule":
         ValueError: As `recurrent_module` raises, or if an option does not suit a module.
     """
     from mechinterp.checkpoints.foreign.recurrent import recurrent_module
-    from mechinterp.checkpoints.plain_modules import hook_module
+    from mechinterp.checkpoints.modules.hooked import hook_module
 
     _require_taken(str(path), hints)
     module = recurrent_module(path).to(device)
-    return replace(hook_module(module, task=hints.task, heads=hints.n_heads), name=str(path))
+    return replace(hook_module(module, task=hints.task, n_heads=hints.n_heads), name=str(path))
 
 
 def _require_taken(named: str, hints: "Hints") -> None:

@@ -4,16 +4,17 @@ Configs are frozen, nested and JSON. They contain no device, path or verbosity. 
 package cannot train is refused when it is created.
 """
 
+from mechinterp.config.covariance import CovarianceConfig
 from mechinterp.config.experiment import (
     ExperimentConfig,
-    TrainConfig,
     differences,
     from_dict,
     override,
     value_of,
 )
 from mechinterp.config.model import CONTEXT_ONLY_SCORES, SCORES, ModelConfig
-from mechinterp.config.task import CovarianceConfig, TaskConfig, TaskLike, as_task, task_fields
+from mechinterp.config.task import TaskConfig, TaskLike, as_task, task_fields
+from mechinterp.config.train import TrainConfig
 
 __all__ = [
     "CONTEXT_ONLY_SCORES",

@@ -286,4 +286,40 @@ def _in_steps(
 
 def without_path(learner: Callable[[PromptMoments], Tensor]) -> Callable[..., Tensor]:
     """Algorithm function that repeats a learner's prediction after every layer."""
-    return lambda moments, n_layers: learner(moments).expand(n_layers, -1, -1)
+    return partial(_repeated, learner)
+
+
+def _repeated(
+    learner: Callable[[PromptMoments], Tensor], moments: PromptMoments, n_layers: int
+) -> Tensor:
+    return learner(moments).expand(n_layers, -1, -1)
+
+
+def fixed(value: float) -> Callable[[PromptMoments], float]:
+    """Start of a scalar that is the same for all prompts. A result holds its algorithm, so that every function of one
+    must be found by its name when the result is pickled.
+
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> fixed(0.5)(PromptMoments(draw_prompts(TaskConfig(), 2), TaskConfig()))
+        0.5
+    """
+    return partial(_value, value)
+
+
+def _value(value: float, moments: PromptMoments) -> float:
+    return value
+
+
+def part_of_inverse_curvature(part: float) -> Callable[[PromptMoments], float]:
+    """Start of a step size: a part of 1 / curvature."""
+    return partial(_over_curvature, part)
+
+
+def _over_curvature(part: float, moments: PromptMoments) -> float:
+    return part / moments.curvature
+
+
+def usual_penalty(moments: PromptMoments) -> float:
+    """Start of a ridge penalty: that of the task, or 0.1 without noise."""
+    return moments.penalty or 0.1

@@ -8,14 +8,22 @@ the formulas, their sources, and the tests that distinguish the members.
 import torch
 from torch import Tensor
 
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, filtered, without_path
+from mechinterp.icl.algorithm import (
+    Algorithm,
+    PromptMoments,
+    Scalar,
+    filtered,
+    fixed,
+    part_of_inverse_curvature,
+    usual_penalty,
+    without_path,
+)
 from mechinterp.icl.along_pairs import ALONG_PAIRS
 from mechinterp.icl.predictors import dmmse
 
 _SEEN = 1e-12
 """An eigenvalue below this fraction of the largest counts as 0."""
-ETA = Scalar("eta", lambda moments: 1 / moments.curvature)
-SHRINKING = (ETA, Scalar("threshold", lambda moments: 0.25 * moments.b.abs().mean().item()))
+ETA = Scalar("eta", part_of_inverse_curvature(1.0))
 
 
 def _shrunk(moments: PromptMoments, n_layers: int, gamma: Tensor) -> list[Tensor]:
@@ -81,6 +89,27 @@ def _shrinking_step(
     return stepped.sign() * torch.relu(stepped.abs() - threshold)
 
 
+def _first_threshold(moments: PromptMoments) -> float:
+    return 0.25 * moments.b.abs().mean().item()
+
+
+def _preprocessed_eta(moments: PromptMoments) -> float:
+    return 1 / (moments.curvature * moments.b.square().amax(1).mean().item())
+
+
+def _mean_variance(moments: PromptMoments) -> float:
+    return moments.covariance[0].mean().item()
+
+
+def _newton_alpha(moments: PromptMoments) -> float:
+    # Stable for every prompt, since 1 - s m_k = (1 - alpha s^2)^(2^k).
+    return 1 / moments.eigenvalues.max().item() ** 2
+
+
+def _eigenvalues(moments: PromptMoments) -> Tensor:
+    return moments.eigenvalues
+
+
 def _ridge(moments: PromptMoments, n_layers: int, penalty: Tensor) -> Tensor:
     phi = 1 / (moments.eigenvalues + penalty / moments.n_pairs)
     return filtered(moments, [phi] * n_layers)
@@ -122,6 +151,18 @@ def _posterior_mean(moments: PromptMoments) -> Tensor:
     return dmmse(moments.prompts, pool=task.pool(), noise_var=task.noise_variance)
 
 
+def _low_penalty(moments: PromptMoments) -> float:
+    return _penalties(moments)[0]
+
+
+def _penalty_ratio(moments: PromptMoments) -> float:
+    return _penalties(moments)[1]
+
+
+def _beta_variance(moments: PromptMoments) -> float:
+    return moments.task.beta_variance
+
+
 def _penalties(moments: PromptMoments) -> tuple[float, float]:
     """First lower penalty of adaptive ridge and ratio of the higher one: those of the task's noise levels; for one level,
     ten times less and more."""
@@ -139,7 +180,7 @@ ALGORITHMS = (
         (ETA,),
         step=_descent_step,
         by_mode=True,
-        modes=lambda moments: moments.eigenvalues,
+        modes=_eigenvalues,
     ),
     Algorithm(
         "GD++",
@@ -148,7 +189,7 @@ ALGORITHMS = (
             ETA,
             Scalar(
                 "gamma",
-                lambda moments: 0.25 / moments.curvature,
+                part_of_inverse_curvature(0.25),
                 where="all but the last",
                 lower=-torch.inf,
             ),
@@ -161,8 +202,8 @@ ALGORITHMS = (
         "preconditioned gradient descent",
         "preconditioned_descent",
         (
-            Scalar("eta", lambda moments: 1.0),
-            Scalar("c", lambda moments: moments.covariance[0].mean().item()),
+            Scalar("eta", fixed(1.0)),
+            Scalar("c", _mean_variance),
         ),
         equivariant=False,
         step=_preconditioned_step,
@@ -171,26 +212,13 @@ ALGORITHMS = (
     Algorithm(
         "iterative Newton",
         "newton",
-        (
-            Scalar(
-                "alpha",
-                # Stable for every prompt, since 1 - s m_k = (1 - alpha s^2)^(2^k).
-                lambda moments: 1 / moments.eigenvalues.max().item() ** 2,
-                where="once",
-            ),
-        ),
+        (Scalar("alpha", _newton_alpha, where="once"),),
         _newton,
     ),
     Algorithm(
         "preprocess then optimise",
         "preprocess_then_optimise",
-        (
-            Scalar(
-                "eta",
-                lambda moments: 1 / (moments.curvature * moments.b.square().amax(1).mean().item()),
-                where="from layer 1",
-            ),
-        ),
+        (Scalar("eta", _preprocessed_eta, where="from layer 1"),),
         linear_in_y=False,
         equivariant=False,
         covariates=_preprocessed_covariates,
@@ -200,7 +228,7 @@ ALGORITHMS = (
     Algorithm(
         "ISTA",
         "sparse_shrinkage",
-        SHRINKING,
+        (ETA, Scalar("threshold", _first_threshold)),
         linear_in_y=False,
         equivariant=False,
         step=_shrinking_step,
@@ -210,7 +238,7 @@ ALGORITHMS = (
         "ridge",
         "ridge_like",
         # With penalty 0 it is undefined for fewer pairs than coordinates.
-        (Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9),),
+        (Scalar("penalty", usual_penalty, where="once", lower=1e-9),),
         _ridge,
         has_path=False,
     ),
@@ -218,16 +246,11 @@ ALGORITHMS = (
         "adaptive ridge",
         "adaptive_ridge",
         (
-            Scalar("low", lambda moments: _penalties(moments)[0], where="once", lower=1e-9),
+            Scalar("low", _low_penalty, where="once", lower=1e-9),
             # At least 1, so that the two levels cannot change places.
-            Scalar("ratio", lambda moments: _penalties(moments)[1], where="once", lower=1.0),
-            Scalar("odds", lambda moments: 1.0, where="once", lower=1e-9),
-            Scalar(
-                "beta_var",
-                lambda moments: moments.task.beta_variance,
-                where="once",
-                lower=1e-9,
-            ),
+            Scalar("ratio", _penalty_ratio, where="once", lower=1.0),
+            Scalar("odds", fixed(1.0), where="once", lower=1e-9),
+            Scalar("beta_var", _beta_variance, where="once", lower=1e-9),
         ),
         _adaptive_ridge,
         has_path=False,

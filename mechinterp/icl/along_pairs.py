@@ -10,7 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithm import (
+    Algorithm,
+    PromptMoments,
+    Scalar,
+    fixed,
+    part_of_inverse_curvature,
+    usual_penalty,
+)
 
 _SMALLEST_GATE = 1e-3
 """Lower bound of a factor per pair in fits."""
@@ -65,7 +72,7 @@ def _recursive(moments: PromptMoments, n_layers: int, alpha: Tensor, penalty: Te
 
 
 def _scalar(name: str, start: float, lower: float = 0.0) -> Scalar:
-    return Scalar(name, lambda moments: start, where="once", lower=lower)
+    return Scalar(name, fixed(start), where="once", lower=lower)
 
 
 ALONG_PAIRS = (
@@ -82,9 +89,9 @@ ALONG_PAIRS = (
         "online descent",
         "online_gd",
         (
-            Scalar("eta", lambda moments: 0.5 / moments.curvature, where="once"),
+            Scalar("eta", part_of_inverse_curvature(0.5), where="once"),
             _scalar("gate", 0.99, _SMALLEST_GATE),
-            Scalar("norm", lambda moments: 0.1 / moments.curvature, where="once"),
+            Scalar("norm", part_of_inverse_curvature(0.1), where="once"),
         ),
         _online,
         has_path=False,
@@ -95,7 +102,7 @@ ALONG_PAIRS = (
         "recursive_least_squares",
         (
             _scalar("alpha", 0.97, _SMALLEST_GATE),
-            Scalar("penalty", lambda moments: moments.penalty or 0.1, where="once", lower=1e-9),
+            Scalar("penalty", usual_penalty, where="once", lower=1e-9),
         ),
         _recursive,
         has_path=False,

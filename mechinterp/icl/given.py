@@ -13,6 +13,7 @@ from mechinterp.icl.prompts import Prompts
 
 PENALTIES = (0.0, *np.geomspace(0.01, 1000, 31))
 """Ridge penalties among which the best one is chosen."""
+PRECISIONS = (torch.float32, torch.float64)
 
 
 class PromptsTask(TaskConfig):
@@ -69,6 +70,46 @@ class PromptsTask(TaskConfig):
             return {**super().fields_in_words, "prompts": f"{len(self.prompts)} given"}
         sizes = {name: str(getattr(self, name)) for name in ("d_x", "d_y", "context_length")}
         return {**sizes, "prompts": f"{len(self.prompts)} given, their law is not known"}
+
+
+def require_fitting(prompts: Prompts) -> None:
+    """Refuse prompts whose tensors do not fit together, such as prompts with a tensor of another kind by `replace`.
+
+    Raises:
+        ValueError: If a tensor is empty, has another shape, or holds other numbers than the dense float32 or float64 of x.
+    Example:
+        >>> from mechinterp.icl.prompts import draw_prompts
+        >>> require_fitting(draw_prompts(TaskConfig(d_x=3), 8))
+    """
+    x = prompts.x
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(
+            f"prompts.x must have shape [batch, L, d_x] without zeros, got {list(x.shape)}."
+        )
+    (batch, length, d_x), d_y = x.shape, max(1, *prompts.y.shape[2:3])
+    shapes = {
+        "x": (batch, length, d_x),
+        "y": (batch, length, d_y),
+        "x_query": (batch, d_x),
+        "y_query": (batch, d_y),
+        "y_query_clean": (batch, d_y),
+        "beta": (batch, d_x, d_y),
+        "drifting": (batch, length + 1, d_x, d_y),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(prompts, name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"prompts.{name} must have shape {list(shape)} for x of shape {list(x.shape)}, got {list(tensor.shape)}."
+            )
+        plain = tensor.layout == torch.strided and not tensor.is_meta and tensor.device == x.device
+        if not plain or tensor.dtype != x.dtype or tensor.dtype not in PRECISIONS:
+            raise ValueError(
+                f"prompts.{name} must be dense float32 or float64, as all tensors of the prompts and on one device, got "
+                f"{tensor.dtype} on {tensor.device}; Prompts.from_arrays takes arrays of any numbers."
+            )
 
 
 def no_law(task: TaskConfig) -> bool:

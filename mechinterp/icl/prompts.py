@@ -22,6 +22,8 @@ from mechinterp.memory import CHUNK_BYTES, prompt_bytes, require_memory
 
 NO_LAW = "The law of the given prompts is unknown, so that no others can be drawn: state it by task= (--task)."
 IDENTITY = CovarianceConfig()
+OPTIONAL = ("beta", "drifting")
+"""Tensors of prompts that may be unknown."""
 Numbers = Callable[[int, torch.Generator], Tensor]
 """Function of a size and a generator that draws standard normal numbers."""
 
@@ -124,6 +126,10 @@ class Prompts:
 
     def __post_init__(self) -> None:
         for name, tensor in vars(self).items():
+            if not isinstance(tensor, Tensor) and not (tensor is None and name in OPTIONAL):
+                raise ValueError(
+                    f"Prompts.{name} must be a tensor, got {type(tensor).__name__}; Prompts.from_arrays takes arrays."
+                )
             if tensor is not None:
                 object.__setattr__(self, name, ordinary(tensor))
 

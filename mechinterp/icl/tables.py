@@ -70,7 +70,7 @@ def rows_of_table(
 
 
 def _tensor(name: str, values: ArrayLike) -> Tensor:
-    """Real, finite tensor; whole numbers become float64."""
+    """Real, finite tensor; whole numbers become float64, and half precision float32."""
     try:
         tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
     except (TypeError, ValueError):
@@ -81,6 +81,7 @@ def _tensor(name: str, values: ArrayLike) -> Tensor:
         raise ValueError(f"{name} must hold real numbers, got {tensor.dtype}.")
     if not tensor.is_floating_point():
         tensor = tensor.double()
+    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor

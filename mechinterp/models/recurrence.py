@@ -24,6 +24,8 @@ from mechinterp.config import ModelConfig
 
 SMALLEST_GATE = 1e-30
 """Gates below this count as it, so that a gate of 0 has a logarithm."""
+LARGEST_LOGIT = 40.0
+"""Logit of a gate of 1, which is exactly 1 in float64."""
 
 Tokens = Float[Tensor, "batch key head"]
 

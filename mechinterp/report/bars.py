@@ -17,8 +17,6 @@ from mechinterp.display import counted
 from mechinterp.progress import Item, show_progress
 from mechinterp.training.run import OnLog, Progress
 
-"""Callback with the progress of a training."""
-
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
@@ -38,7 +36,8 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]
         models = counted(progress.n_models, "model")
         text = f"{models}, loss {progress.loss:.4f}, {progress.steps_per_second:.0f} steps/s, {left} left"
         bar.update(bar.task_ids[0], completed=progress.step, total=progress.steps, description=text)
-        for name in progress.diverged:
+        # A lone model has no name of its own, and the error that follows says the same.
+        for name in () if quiet or progress.diverged == (".",) else progress.diverged:
             bar.console.print(
                 f"{printable(name)} has diverged: its loss is not finite at step {progress.step}",
                 markup=False,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from mechinterp.analysis.result import Finding
     from mechinterp.checkpoints.checkpoint import Checkpoint
+    from mechinterp.checkpoints.modules.hooked import HookedModule
     from mechinterp.checkpoints.native.folder import Outline
-    from mechinterp.checkpoints.plain_modules import HookedModule
     from mechinterp.models.run.predictor import Learner
 
 SURE_GROUNDS = ("proven", "stated", "known")

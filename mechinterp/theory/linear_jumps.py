@@ -197,7 +197,8 @@ def _next_jump(
         accuracy = {"rtol": 1e-9, "atol": 1e-13, "events": distance}
         from scipy.integrate import solve_ivp  # slow import
 
-        solution = solve_ivp(velocity, (0.0, horizon), state.ravel(), "DOP853", **accuracy)
+        with np.errstate(under="ignore"):  # the solver asks for the number next to time 0
+            solution = solve_ivp(velocity, (0.0, horizon), state.ravel(), "DOP853", **accuracy)
         if not solution.t_events[0].size:
             raise ValueError(
                 f"heads must grow along a direction; none does within {horizon:.3g} tau."

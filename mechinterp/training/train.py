@@ -301,11 +301,17 @@ def require_no_divergence(models: Models, run_folder: Path, summary: TrainingSum
     """
     if not summary.diverged:
         return
-    lost = (
-        f"{name} (train.learning_rate {models[name].train.learning_rate:g}"
-        + (")" if step is None else f", noticed at step {step})")
+    causes = {
+        name: f"train.learning_rate {models[name].train.learning_rate:g}"
+        + ("" if step is None else f", noticed at step {step}")
         for name, step in summary.diverged.items()
-    )
+    }
+    if len(models) == 1:
+        (cause,) = causes.values()
+        raise CheckpointError(
+            f"{run_folder}: weights must stay finite, they did not ({cause}). Try a smaller step size with --resume."
+        )
+    lost = (f"{name} ({cause})" for name, cause in causes.items())
     raise CheckpointError(
         f"{run_folder}: weights must stay finite, those of {', '.join(lost)} did not; the other models are "
         "saved. Try a smaller step size with --resume."

@@ -15,7 +15,7 @@ from mechinterp.models.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A trained model."""
+    """A trained model; its fields are arguments of `save`."""
 
     config: ExperimentConfig
     weights: Weights
@@ -31,16 +31,7 @@ class TrainedModel:
         Raises:
             CheckpointError: If a file with the same name exists, or the folder cannot be written.
         """
-        save(
-            folder,
-            self.config,
-            self.weights,
-            step=self.step,
-            history=self.history,
-            snapshots=self.snapshots,
-            origin=self.origin,
-            shared=True,
-        )
+        save(folder, **vars(self), shared=True)
 
 
 def history_of(

@@ -131,19 +131,19 @@ def test_what_is_no_model_is_refused():
 
 
 def test_analyses_that_lack_the_same_share_a_line_and_no_class_of_ours_is_named():
-    class Outside(nn.Module):
-        """The sum with the stream stands outside of the layer."""
+    class Beside(nn.Module):
+        """The read-out gets the heads' outputs beside their input."""
 
         def __init__(self):
             super().__init__()
             self.inp, self.attn = nn.Linear(4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-            self.out = nn.Linear(8, 1)
+            self.out = nn.Linear(16, 1)
 
         def forward(self, x):
             h = self.inp(x)
-            return self.out(h + self.attn(h, h, h)[0])
+            return self.out(torch.cat([h, self.attn(h, h, h)[0]], -1))
 
-    found = check(random(Outside()), task=TASK, n_prompts=32)
+    found = check(random(Beside()), task=TASK, n_prompts=32)
     frame = found.to_frame().set_index("analysis")
     assert frame["lacks"][list(OF_STREAM)].nunique() == 1
     text = " ".join(str(found).split())
@@ -191,7 +191,7 @@ def test_a_recurrence_needs_its_number_of_heads_and_its_read_out_is_no_output_of
     module = random(Recurrence())
     with as_for_users(), pytest.raises(ValueError, match=r"heads must be given: .*o_proj.*heads="):
         check(module, task=TASK)
-    found = check(hook_module(module, task=TASK, heads=1), n_prompts=32)
+    found = check(hook_module(module, task=TASK, n_heads=1), n_prompts=32)
     assert "1 layer of 1 head" in found.model
     assert "o_proj" in " ".join(found.settings["value"])
 

@@ -23,7 +23,7 @@ from mechinterp.analysis.patching.circuit import (
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
 from mechinterp.analysis.stats import rank_correlation, resampled
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.hooked.transformer import ICLTransformer
@@ -189,11 +189,16 @@ def test_rank_correlation():
 
 
 def test_a_layer_without_norms_is_a_sum_and_other_streams_are_refused():
-    found = attribute_edges(hook_module(Layers(nn.Identity()), task=TASK), n_prompts=8)
+    inside, outside = Layers(nn.Identity()), Layers(nn.Identity(), outside=True)
+    outside.load_state_dict(inside.state_dict())
+    found, same = (
+        attribute_edges(hook_module(module, task=TASK), n_prompts=8) for module in (inside, outside)
+    )
     assert np.isfinite(found.patched).sum() == 3 * 2 * 2
-    for module in (Layers(nn.LayerNorm(8)), Layers(nn.Identity(), outside=True)):
-        with refused("stream"):
-            attribute_edges(hook_module(module, task=TASK), n_prompts=8)
+    np.testing.assert_allclose(same.patched, found.patched, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(same.estimate, found.estimate, rtol=0, atol=1e-6)
+    with refused("stream"):
+        attribute_edges(hook_module(Layers(nn.LayerNorm(8)), task=TASK), n_prompts=8)
 
 
 @pytest.mark.slow

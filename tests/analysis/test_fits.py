@@ -23,7 +23,7 @@ from mechinterp.analysis.learners.simple import KERNEL_PROMPTS, fitted
 from mechinterp.analysis.training.monitor import Monitor
 from mechinterp.checkpoints.checkpoint import load
 from mechinterp.checkpoints.load import load as load_any
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, override
 from mechinterp.icl.given import PENALTIES
 from mechinterp.icl.predictors import (

@@ -3,15 +3,18 @@
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from analyses.recurrent.learners import recursive as weighted
 from analyses.recurrent.learners import times
-from mechinterp import TaskConfig, response, sample_prompts
+from mechinterp import TaskConfig, load, response, sample_prompts
 from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
+from mechinterp.analysis.response.reading import not_linear
+from mechinterp.analysis.response.response import kind_frames
 from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, without_path
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.along_pairs import ALONG_PAIRS
@@ -62,6 +65,33 @@ def test_starts_are_near_the_scalars_of_the_learner(learner, along: bool, starts
     for name, value in starts.items():
         assert gate.starts[name] == pytest.approx(value, rel=0.2), name
     assert all(np.isfinite(value) for value in gate.starts.values())
+
+
+@pytest.mark.parametrize(
+    ("learner", "task"),
+    [
+        (partial(ridge, penalty=0.8), TASK),
+        (partial(ridge, penalty=0.8), TaskConfig(d_x=3, d_y=2, context_length=20)),
+        (partial(ridge, penalty=0.8), TaskConfig(d_x=3, context_length=20, n_tasks=8)),
+        (partial(delta_rule, eta=0.08, gate=0.95), TaskConfig(d_x=3, context_length=20, drift=0.9)),
+        ("checkpoints/garg-tiny-s0", None),
+    ],
+    ids=["ridge", "two responses", "pool", "drift", "model"],
+)
+def test_the_part_of_a_response_for_the_gate_has_the_same_numbers(learner, task) -> None:
+    source = load(learner) if isinstance(learner, str) else learner
+    whole = response(source, task=task, n_prompts=256)
+    part = kind_frames(source, task=task, n_prompts=256)
+    assert gate_of(part) == gate_of(whole)
+    assert not_linear(part) == not_linear(whole)
+    pd.testing.assert_frame_equal(part.position, whole.position, check_exact=True)
+    pd.testing.assert_frame_equal(part.left, whole.left, check_exact=True)
+    rows = whole.symmetries.symmetry.isin(part.symmetries.symmetry)
+    kept = ["symmetry", "mismatch", "mismatch_sem"]
+    expected = whole.symmetries[rows][kept].reset_index(drop=True)
+    pd.testing.assert_frame_equal(
+        part.symmetries[kept].reset_index(drop=True), expected, check_exact=True
+    )
 
 
 def test_learners_along_the_pairs_are_asked_of_such_learners_alone() -> None:

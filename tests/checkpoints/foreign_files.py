@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, WORDS
+from mechinterp.checkpoints.foreign.tensors.names import PROJECTIONS, ROWS, WORDS
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.models.constructions.one_layer import one_layer
 from mechinterp.models.weights import Weights

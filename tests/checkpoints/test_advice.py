@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config.task import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -280,7 +280,7 @@ def test_a_module_that_no_file_gives_is_hooked(tmp_path: Path, make: Callable[[]
     assert "--map" not in message
     assert "hook_module" in message
     task = TaskConfig(d_x=3, context_length=10)
-    hooked = hook_module(module, task=task, heads=2)
+    hooked = hook_module(module, task=task, n_heads=2)
     prompts = draw_prompts(task, 8)
     torch.testing.assert_close(
         predictor_of(hooked).predict(prompts), module(prompts.tokens)[:, -1, -1:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from mechinterp.checkpoints.foreign.folded import folded
+from mechinterp.checkpoints.foreign.tensors.folded import folded
 from mechinterp.checkpoints.load import load
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.names import PROJECTIONS, ROWS, piece_of
 from mechinterp.checkpoints.foreign.settings import COUNTS
+from mechinterp.checkpoints.foreign.tensors.names import PROJECTIONS, ROWS, piece_of
 from mechinterp.checkpoints.io.trees import WRAPPERS
 from mechinterp.checkpoints.load import convert
 from mechinterp.config import SCORES

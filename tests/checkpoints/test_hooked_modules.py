@@ -114,7 +114,7 @@ def test_rises_patterns_and_streams_are_those_computed_head_by_head(kind, prompt
 @pytest.mark.parametrize("kind", HAND)
 def test_a_softmax_written_by_hand_shows_its_patterns(kind, prompts):
     stack = random(Stack(*(strange.ByHand(kind) for _ in TWO), norm=True))
-    hooked = hook_module(stack, task=TASK, heads=HEADS)
+    hooked = hook_module(stack, task=TASK, n_heads=HEADS)
     require_patterns(stack, hooked, prompts)
     with hooked.model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", lambda p, hook: 0 * p)]):
         got = hooked.predict(prompts)
@@ -247,7 +247,7 @@ UNTOLD = {strange.Parameters: "modules of the usual names", strange.ByHand: "no 
 
 @pytest.mark.parametrize("make", UNTOLD)
 def test_edges_that_cannot_be_told_apart_are_refused_in_one_line(make, prompts):
-    hooked = hook_module(random(Stack(*(make() for _ in TWO))), task=TASK, heads=HEADS)
+    hooked = hook_module(random(Stack(*(make() for _ in TWO))), task=TASK, n_heads=HEADS)
     assert UNTOLD[make] in hooked.model.unfollowed[0]
     assert "blocks.0.attn.hook_q" not in hooked.model.hook_dict
     with pytest.raises(ValueError, match=r"blocks\.[01]\.attn\.hook_[qkv]; ") as caught:
@@ -273,7 +273,7 @@ def test_what_has_no_softmax_or_more_keys_than_there_are_has_an_exact_pattern_an
     hooked = hook_module(sink, task=TASK)
     assert "over 8 keys" in hooked.model.unfollowed[0]
     assert ablate(hooked, prompts, what="heads").rise.shape == (1, HEADS)
-    bare = hook_module(Bare().double(), heads=2, task=TASK)
+    bare = hook_module(Bare().double(), n_heads=2, task=TASK)
     # One layer without a module of its own is the module.
     assert predictor_of(bare).streams(prompts).shape == (2, len(prompts), 1, 4)
     assert not any(f"blocks.0.attn.{point}" in bare.model.hook_dict for point in POINTS)
@@ -364,28 +364,28 @@ def layers(*heads: int) -> nn.Module:
     )
 
 
-GROUPED, TWO_HEADS = STACKS["grouped"], {"heads": 2}
+GROUPED, TWO_HEADS = STACKS["grouped"], {"n_heads": 2}
 REFUSED = [
     (GROUPED, {"outputs": ["blocks.0.attention"]}, "the residual stream"),
     (GROUPED, {"outputs": ["blocks.0.mlp"]}, "the residual stream"),
     (GROUPED, {"outputs": ["blocks.0.mlp.3"]}, "hidden units"),
-    (GROUPED, {"heads": 8}, "heads must be 4, .*, got 8"),
-    (STACKS["parameters"], TWO_HEADS, "heads must be 4, .*the softmax.*, got 2"),
-    (STACKS["linear"], TWO_HEADS, "heads must be 4, .*n_heads.*, got 2"),
-    (STACKS["heads"], TWO_HEADS, "heads must be 4, .*the modules beside.*, got 2"),
-    (STACKS["two softmaxes"], {"heads": 8}, "heads must be 4, .*the softmax.*, got 8"),
-    (lambda: layers(2), {"heads": 4}, r"heads must be 2, .*self_attn\.num_heads.*, got 4"),
-    (lambda: layers(2, 4), {}, "heads must be the same number in every layer, got 2, 4"),
+    (GROUPED, {"n_heads": 8}, "n_heads must be 4, .*, got 8"),
+    (STACKS["parameters"], TWO_HEADS, "n_heads must be 4, .*the softmax.*, got 2"),
+    (STACKS["linear"], TWO_HEADS, "n_heads must be 4, .*n_heads.*, got 2"),
+    (STACKS["heads"], TWO_HEADS, "n_heads must be 4, .*the modules beside.*, got 2"),
+    (STACKS["two softmaxes"], {"n_heads": 8}, "n_heads must be 4, .*the softmax.*, got 8"),
+    (lambda: layers(2), {"n_heads": 4}, r"n_heads must be 2, .*self_attn\.num_heads.*, got 4"),
+    (lambda: layers(2, 4), {}, "n_heads must be the same number in every layer, got 2, 4"),
     (lambda: Stack(strange.ByEntry()), {}, r"side by side.*\(d_head head\)"),
     (lambda: Stack(AllParameters()), {}, r"Parameter blocks\.0\.attention\.W_o.*nn\.Linear"),
     (lambda: nn.Linear(4, 1), {}, "outputs must name the modules"),
     (Bare, {}, "heads must be given: .* states no number"),
-    (Bare, {"heads": 3}, "heads must divide .*, 4, got 3"),
+    (Bare, {"n_heads": 3}, "n_heads must divide .*, 4, got 3"),
     (Idle, TWO_HEADS, "o must run for a prediction, got 0 times"),
     (Twice, TWO_HEADS, "o must lie in a separate module"),
-    (SideBySide, {"heads": 2, "outputs": ["one", "two"]}, "one must lie in a separate module"),
+    (SideBySide, {"n_heads": 2, "outputs": ["one", "two"]}, "one must lie in a separate module"),
     (lambda: Outputs("odd"), {}, r"read must be given.*\[2, 4\]"),
-    (Bare, {"heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
+    (Bare, {"n_heads": 2, "read": lambda output: output}, r"read must give \[batch, d_y\]"),
     (Pairs, {"embed": lambda prompts: (prompts.x, prompts.y)}, "embed must return one tensor"),
     (lambda: nn.TransformerEncoderLayer(6, 2, 8), {}, "use embed= .* task= "),
 ]  # fmt: skip

@@ -11,9 +11,10 @@ import torch
 from mechinterp.checkpoints import shipped
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.io.files import CheckpointError
-from mechinterp.checkpoints.load import checkpoint_paths, convert
+from mechinterp.checkpoints.load import convert
 from mechinterp.checkpoints.native.exchange import hooked_state
 from mechinterp.checkpoints.native.folder import HISTORY_COLUMNS
+from mechinterp.checkpoints.paths import checkpoint_paths
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.training.one_layer.step import initial_weights
 from tests.checkpoints.files import assert_refused

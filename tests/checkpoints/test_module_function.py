@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from mechinterp import TaskConfig, ablate, hook_module, sample_prompts
-from mechinterp.checkpoints.module_function import HALF_LIMIT, LIMIT, difference
+from mechinterp.checkpoints.modules.function import HALF_LIMIT, LIMIT, difference
 from tests.checkpoints.strange_modules import WIDTH, Grouped, Layer, Stack, Torchs, joined, split
 from tests.checkpoints.strange_modules import random as seeded
 

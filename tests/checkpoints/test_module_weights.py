@@ -19,9 +19,9 @@ from mechinterp import (
     sample_prompts,
     write_report,
 )
-from mechinterp.checkpoints.foreign.recorded import EXACT
-from mechinterp.checkpoints.module_function import deviation
-from mechinterp.checkpoints.module_weights import (
+from mechinterp.checkpoints.foreign.readings.recorded import EXACT
+from mechinterp.checkpoints.modules.function import deviation
+from mechinterp.checkpoints.modules.weights import (
     MOST_READINGS,
     _recordings,
     _renumbered,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config.task import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.run.predictor import predictor_of
@@ -129,7 +129,7 @@ def test_another_order_of_packing_is_not_proven_and_the_module_is_hooked(tmp_pat
     with pytest.raises(CheckpointError, match="hook_module"):
         load(saved(tmp_path, module.state_dict()), n_heads=N_HEADS, predictions=batch)
     task = TaskConfig(d_x=D_X, context_length=LENGTH)
-    hooked = hook_module(module, task=task, heads=N_HEADS)
+    hooked = hook_module(module, task=task, n_heads=N_HEADS)
     prompts = draw_prompts(task, 16)
     expected = one_layer(made)(prompts.x, prompts.y[..., 0], prompts.x_query)
     torch.testing.assert_close(predictor_of(hooked).predict(prompts), expected)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from mechinterp.checkpoints.foreign import read
-from mechinterp.checkpoints.foreign.candidates import Case, n_prompts_for
+from mechinterp.checkpoints.foreign.readings.case import Case
+from mechinterp.checkpoints.foreign.readings.losses import n_prompts_for
 from mechinterp.checkpoints.load import load
 from tests.checkpoints.files import saved
 from tests.checkpoints.foreign_files import attention_module

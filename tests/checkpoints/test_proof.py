@@ -13,7 +13,7 @@ from torch import Tensor
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_proven
-from mechinterp.checkpoints.foreign.recorded import read_recording, recording_of
+from mechinterp.checkpoints.foreign.readings.recorded import read_recording, recording_of
 from mechinterp.checkpoints.io.files import NotUnderstoodError
 from mechinterp.checkpoints.load import convert, load
 from mechinterp.models.run.predictor import predictor_of

@@ -9,8 +9,6 @@ from torch import nn
 
 from mechinterp import (
     TaskConfig,
-    ablate,
-    classify,
     hook_module,
     name_algorithm,
     p_probe,
@@ -18,7 +16,6 @@ from mechinterp import (
     predictor_of,
     probe,
     prune,
-    write_report,
 )
 from mechinterp.analysis.ablation.pruning_rules import best_head_first
 from mechinterp.icl.prompts import draw_prompts
@@ -213,39 +210,3 @@ def test_a_layer_that_ends_in_the_response_is_probed_and_pruned(prompts, module)
     assert probes.r2[1, 0] > 1 - 1e-6 > probes.r2[0, 0]
     assert prune(hooked, prompts, rule=best_head_first, refit=True).refit.risk > 0
     assert name_algorithm(hooked, prompts).n_prompts == len(prompts)
-
-
-class SumsOutside(nn.Module):
-    """Attention whose sums with the stream stand in the loop over layers, so that no module puts out the stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.read_in = nn.Linear(TASK.d_x + 1, WIDTH)
-        self.attention = nn.ModuleList(
-            nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in "12"
-        )
-        self.read_out = nn.Linear(WIDTH, 1)
-
-    def forward(self, tokens):
-        stream = self.read_in(tokens)
-        for attention in self.attention:
-            stream = stream + attention(stream, stream, stream)[0]
-        return self.read_out(stream)
-
-
-@pytest.mark.slow
-def test_what_passes_the_layers_by_is_not_taken_for_their_stream(prompts, tmp_path):
-    hooked = hook_module(made(SumsOutside), task=TASK)
-    assert hooked.outputs == ("attention.0", "attention.1")
-    for analysis in (probe, partial(prune, refit=True), p_probe_of):
-        with pytest.raises(ValueError, match="a sum with the stream stands outside"):
-            analysis(hooked, prompts)
-    assert ablate(hooked, prompts, what="heads").rise.any()
-    assert name_algorithm(hooked, prompts).measured.path is None
-    assert classify(hooked, n_prompts=64).label
-    with pytest.raises(ValueError, match="a sum with the stream stands outside"):
-        write_report(hooked, tmp_path / "asked", n_prompts=64, analyses=["probe"])
-
-
-def p_probe_of(hooked, prompts):
-    return p_probe({"model": hooked}, prompts)

@@ -15,14 +15,13 @@ from mechinterp.analysis.multi_layer.naming import name_algorithm
 from mechinterp.analysis.one_layer.classification import Classification
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign import candidates as cases
-from mechinterp.checkpoints.foreign import score
-from mechinterp.checkpoints.foreign.agreed import agreed_label, readings_note
 from mechinterp.checkpoints.foreign.described import MOST_READINGS_SHOWN
-from mechinterp.checkpoints.foreign.doubts import advice, tied
-from mechinterp.checkpoints.foreign.score import Reading, ranked
+from mechinterp.checkpoints.foreign.readings import losses, search
+from mechinterp.checkpoints.foreign.readings.agreed import agreed_label, readings_note
+from mechinterp.checkpoints.foreign.readings.doubts import advice, tied
+from mechinterp.checkpoints.foreign.readings.losses import Reading, ranked
 from mechinterp.checkpoints.load import convert
-from mechinterp.checkpoints.module_weights import ProvenPredictor
+from mechinterp.checkpoints.modules.weights import ProvenPredictor
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.descent import gradient_descent_model
@@ -170,10 +169,10 @@ def test_a_loss_that_is_not_clear_is_looked_at_on_more_prompts(
 ):
     """Eight prompts leave open what 512 tell."""
     file = as_circuits(heads_of("softmax-h1-s0"), tmp_path / "x.npz")
-    monkeypatch.setattr(cases, "N_PROMPTS", 8)
-    monkeypatch.setattr(cases, "LEAST_PROMPTS", 8)
+    monkeypatch.setattr(losses, "N_PROMPTS", 8)
+    monkeypatch.setattr(losses, "LEAST_PROMPTS", 8)
     for again, clear in ((1, False), (64, True)):
-        monkeypatch.setattr(score, "AGAIN", again)
+        monkeypatch.setattr(search, "AGAIN", again)
         readings = load(file, score="softmax").readings
         assert min(each.loss for each in readings) < 0.95
         assert any(each.predicts for each in readings) is clear

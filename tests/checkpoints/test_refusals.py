@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import mechinterp
-from mechinterp.checkpoints.foreign.names import KNOWN
 from mechinterp.checkpoints.foreign.options import Hints
 from mechinterp.checkpoints.foreign.read import read_foreign
-from mechinterp.checkpoints.foreign.refusals import TensorError
 from mechinterp.checkpoints.foreign.settings import Stored
+from mechinterp.checkpoints.foreign.tensors.names import KNOWN
+from mechinterp.checkpoints.foreign.tensors.refusals import TensorError
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.native.exchange import hooked_state
 from tests.checkpoints.files import read as load

@@ -10,7 +10,8 @@ import torch
 
 from mechinterp.analysis.over_steps import over_steps
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.load import convert, runs_among, steps_of
+from mechinterp.checkpoints.load import convert
+from mechinterp.checkpoints.paths import runs_among, steps_of
 from mechinterp.checkpoints.runs import EVAL_PROMPTS
 from mechinterp.models.heads import head_outputs, predict
 from mechinterp.models.run.evaluation import evaluation_prompts

@@ -13,9 +13,9 @@ from torch import nn
 
 from mechinterp.analysis.ablation.ablate import ablate
 from mechinterp.analysis.one_layer.classify import classify
-from mechinterp.checkpoints.foreign import doubts
-from mechinterp.checkpoints.foreign.copies import copies_in
+from mechinterp.checkpoints.foreign.readings import doubts
 from mechinterp.checkpoints.foreign.settings import settings_of, settled
+from mechinterp.checkpoints.io.copies import copies_in
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.load import load
 from mechinterp.models.run.attend import Attend

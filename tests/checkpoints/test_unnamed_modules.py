@@ -69,7 +69,7 @@ KINDS = ["torch", "gated", "softmax", "talking heads", "weights by head", "linea
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_projection_of_the_heads_outputs_is_found_by_its_input(kind: str):
-    hooked = hook_module(Model(kind), task=TASK, heads=HEADS)
+    hooked = hook_module(Model(kind), task=TASK, n_heads=HEADS)
     assert hooked.outputs == ("middle.0.omega", "middle.1.omega")
 
 
@@ -77,7 +77,7 @@ def test_a_projection_of_the_heads_outputs_is_found_by_its_input(kind: str):
 def test_masking_a_head_found_so_is_cutting_its_columns(kind: str):
     model = Model(kind)
     prompts = draw_prompts(TASK, 16, seed=3)
-    loss = ablate(hook_module(model, task=TASK, heads=HEADS), prompts, what="heads").to_frame()
+    loss = ablate(hook_module(model, task=TASK, n_heads=HEADS), prompts, what="heads").to_frame()
     with torch.no_grad():
         before = (model(prompts.tokens) - prompts.y_query_clean).square().mean()
         model.middle[1].omega.weight[:, : WIDTH // HEADS] = 0
@@ -101,6 +101,33 @@ def test_the_entropy_of_torchs_own_attention_is_that_of_its_softmax():
     assert found.entropy[0] == pytest.approx(entropy.numpy(), abs=1e-6)
 
 
+class Writing(nn.Module):
+    """A model that first scales its input in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens *= 2
+        tokens[:, -1, -1] = 0
+        return self.model(tokens)
+
+
+def test_a_module_may_write_into_its_input():
+    """Neither the trial input, from which the projections are found, nor the caller's tokens change."""
+    model = Writing(Model("softmax"))
+    hooked = hook_module(model, task=TASK, n_heads=HEADS)
+    assert hooked.outputs == ("model.middle.0.omega", "model.middle.1.omega")
+    tokens = draw_prompts(TASK, 8, seed=1).tokens
+    given = tokens.clone().requires_grad_()
+    predictions = hooked.model(given)
+    assert torch.equal(given, tokens)
+    assert torch.equal(predictions, model(tokens.clone()))
+    assert predictions.sum().backward() is None
+    assert given.grad.abs().sum() > 0
+
+
 def test_a_model_without_attention_has_no_such_projection():
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 1))
     with pytest.raises(ValueError, match="outputs must name"):
@@ -118,7 +145,7 @@ def test_a_projection_of_the_scores_or_of_the_values_is_none():
             return self.two(wide @ wide.transpose(-1, -2))[:, -1, -1:]
 
     with pytest.raises(ValueError, match="outputs must name"):
-        hook_module(Scored(), task=TASK, heads=1)
+        hook_module(Scored(), task=TASK, n_heads=1)
 
 
 def test_a_matrix_of_queries_made_by_a_weight_is_none():
@@ -138,4 +165,4 @@ def test_a_matrix_of_queries_made_by_a_weight_is_none():
 
     model = nn.Sequential(nn.Linear(4, WIDTH), ByHead(), ByHead())
     with pytest.raises(ValueError, match="outputs must name"):
-        hook_module(model, task=TASK, heads=HEADS, read=lambda output: output[:, -1, -1:])
+        hook_module(model, task=TASK, n_heads=HEADS, read=lambda output: output[:, -1, -1:])

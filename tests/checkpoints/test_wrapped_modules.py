@@ -10,14 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
-from mechinterp import (
-    TaskConfig,
-    ablate,
-    hook_module,
-    name_algorithm,
-    predictor_of,
-    sample_prompts,
-)
+from mechinterp import TaskConfig, ablate, hook_module, name_algorithm, predictor_of, sample_prompts
 from tests.checkpoints.strange_modules import (
     EACH,
     HEADS,
@@ -190,7 +183,11 @@ class Unknown(Parameters):
     [
         (lambda: Stack(Locked()), {}, "copy.deepcopy copies"),
         (lambda: Pairs(Unknown()), {}, "a Pairs has no MultiheadAttention"),
-        (Pairs, {"heads": 2}, r"heads must be 4, the number in the softmax in stack\.blocks\.0"),
+        (
+            Pairs,
+            {"n_heads": 2},
+            r"n_heads must be 4, the number in the softmax in stack\.blocks\.0",
+        ),
         (Pairs, {"outputs": ["x"]}, r"as Pairs\.named_modules\(\)"),
     ],
 )

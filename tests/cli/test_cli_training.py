@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mechinterp.checkpoints.checkpoint import load
+from mechinterp.checkpoints.io.files import read_yaml
 from mechinterp.checkpoints.native.document import named_config
 from mechinterp.config import override
 from mechinterp.presets import preset
-from tests.conftest import CHECKPOINTS, Run, python
+from tests.conftest import CHECKPOINTS, Run, python, refused
 
 CONFIG = {"task": {"d_x": 2}, "train": {"steps": 30, "batch_size": 8, "n_eval_prompts": 64}}
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,25 @@ def test_a_yaml_file_says_what_differs_from_its_preset(yaml_file: Path):
     yaml_file.write_text("- 1")
     with pytest.raises(ValueError, match=r"mine\.yaml: must hold fields"):
         named_config(str(yaml_file))
+
+
+NESTED = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(60))
+"""A list of 2^61 numbers, by 61 aliases."""
+
+
+def test_aliases_of_a_yaml_file_count_each_time(yaml_file: Path):
+    yaml_file.write_text(NESTED)
+    with refused(yaml_file, "more than 65536 characters"):
+        named_config(str(yaml_file))
+    text = "x" * 30_000
+    yaml_file.write_text(f"a: &a {text}\nb: [{', '.join(['*a'] * 5000)}]")
+    with refused(yaml_file, "more than 65536 characters"):
+        read_yaml(yaml_file)
+    # As large as a file may be, without an alias: every entry takes two characters.
+    yaml_file.write_text(f"{{{','.join(['a'] * (2**15 - 2))}}}")
+    assert read_yaml(yaml_file) == {"a": ""}
+    yaml_file.write_text("eigenvalues: &e [1, 2]\nothers: [*e, *e]")
+    assert read_yaml(yaml_file)["others"] == [["1", "2"], ["1", "2"]]
 
 
 RECURRENT_YAML = """

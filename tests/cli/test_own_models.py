@@ -10,7 +10,7 @@ import pytest
 from mechinterp.analysis.check import check
 from mechinterp.analysis.registry import ANALYSES, own_object, run_analysis
 from mechinterp.analysis.result import fields_of
-from mechinterp.checkpoints.plain_modules import hook_module
+from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.cli.own_model import OF_FUNCTIONS
 from mechinterp.report.to_json import dumps, to_json
 from tests.conftest import Run
@@ -36,6 +36,10 @@ def half_of_the_first(prompts):
 
 first_times = partial(lambda factor, prompts: factor * prompts.y[:, 0], 0.5)
 half_in_a_lambda = lambda prompts: prompts.y[:, 0] / 2
+
+
+def leaves():
+    raise SystemExit
 
 
 def two(prompts, seed):
@@ -165,6 +169,7 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
         (("classify", "module_of_mine:half_of_the_first"), ("function of prompts", "response")),
         (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
         (("response", "module_of_mine:first_times", "--n-heads", 2), ("no heads", "2")),
+        (("classify", "module_of_mine:leaves"), ("leaves", "SystemExit")),
         (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],

@@ -17,7 +17,7 @@ from mechinterp.config import (
     TrainConfig,
     override,
 )
-from mechinterp.config.task import CovarianceConfig
+from mechinterp.config.covariance import CovarianceConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.presets import preset

@@ -6,7 +6,7 @@ import torch
 
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
-from mechinterp.icl.algorithm_fits import TOLERANCE, fit_algorithm
+from mechinterp.icl.algorithm_fits import TOLERANCE, _jacobian, fit_algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import draw_prompts, generator_for
@@ -178,3 +178,13 @@ def test_what_cannot_be_fitted_is_refused(call, words: tuple):
         fit_algorithm(
             BY_NAME["ridge"], drawn(0), n_layers=3, **{"target": torch.ones(128, 1).double()} | call
         )
+
+
+@pytest.mark.parametrize("algorithm", FITTED, ids=lambda algorithm: algorithm.name)
+def test_derivatives_of_the_fit_are_those_of_autograd(algorithm: Algorithm, moments: PromptMoments):
+    def difference(scalars: torch.Tensor) -> torch.Tensor:
+        return algorithm.predictions(moments, scalars, N_LAYERS).flatten()
+
+    scalars = uneven(algorithm, moments)
+    expected = torch.autograd.functional.jacobian(difference, scalars)
+    torch.testing.assert_close(_jacobian(difference, scalars), expected, rtol=1e-10, atol=1e-12)

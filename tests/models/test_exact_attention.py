@@ -93,7 +93,7 @@ class Rectified(Recurrent):
 
 
 def hooked(module: nn.Module):
-    return hook_module(module.eval(), heads=HEADS, task=TASK)
+    return hook_module(module.eval(), n_heads=HEADS, task=TASK)
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -16,6 +16,7 @@ from mechinterp.models.hooked import runner
 from mechinterp.models.hooked.masks import METHODS, Head
 from mechinterp.models.hooked.runner import hooked_predictor
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.run import general
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.run.ways import predictions_kept
 from mechinterp.models.weights import Weights
@@ -204,6 +205,36 @@ def test_streams_are_those_of_plain_hooks(architecture: dict):
     assert_close_to_rounding(at_query, torch.stack(with_x, dim=1))
 
 
+@EACH
+def test_a_stream_that_is_put_in_gives_the_predictions_of_plain_hooks(architecture: dict):
+    weights, prompts = random_weights(architecture), drawn()
+    model, n_layers, generator = hooked(weights), weights.n_layers, generator_for(3, "init", 0)
+    tokens = model.tokens(prompts)
+    kinds = {"weights": predictor_of(weights), "hooks": predictor_of(hooked_predictor(model))}
+    hooks_alone = replace(kinds["hooks"], transformer=None)  # without the weights
+    assert kinds["weights"].one_stream_width(prompts)
+    assert hooks_alone.one_stream_width(prompts)
+    for layer in range(n_layers + 1):
+        name = hooks_alone.hooked.stream_name(layer)
+        width = weights.model.stream_width(weights.d_x, weights.d_y)
+        own = torch.randn(len(prompts), width, generator=generator, dtype=torch.float64)
+
+        def put(stream: Tensor, hook: object, own: Tensor = own) -> Tensor:
+            return torch.cat([stream[:, :-1], own[:, None]], dim=1)
+
+        with torch.no_grad():
+            expected = model.run_with_hooks(tokens, fwd_hooks=[(name, put)])[:, -1]
+        for predictor in (kinds["weights"], hooks_alone):
+            assert_close_to_rounding(predictor.predict_from(prompts, layer, own), expected)
+
+
+@FEW
+def test_predictions_in_chunks_are_those_of_all_prompts_at_once(architecture: dict):
+    weights, prompts = random_weights(architecture), drawn()
+    expected = general.predictions(weights, prompts)
+    assert_close_to_rounding(general.predictions_in_chunks(weights, prompts), expected)
+
+
 def with_hook(weights: Weights) -> ICLTransformer:
     """The model with somebody's permanent hook on its first z, which doubles head 0's."""
     model = hooked(weights)
@@ -253,6 +284,10 @@ ASKED = {
     "head": (lambda each, prompts: each.streams(prompts, heads=[(0, 4)]), ("4 heads", "L0H4")),
     "negative head": (lambda each, prompts: each.run(prompts, [[(0, -1)]]), ("heads", -1)),
     "layer": (lambda each, prompts: each.stream(prompts, 2), ("layer", "0 to 1", 2)),
+    "layer to put in": (
+        lambda each, prompts: each.predict_from(prompts, 2, torch.zeros(3, 5)),
+        ("layer", "0 to 1", 2),
+    ),
     "negative layer": (lambda each, prompts: each.query_streams(prompts, -1), ("layer", -1)),
     "method": (
         lambda each, prompts: each.run(prompts, [[]], method="noise"),

@@ -14,8 +14,9 @@ from transformer_lens.hook_points import HookPoint
 
 from mechinterp import Prompts, load
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.hooked.hooks import PROCESSING, HookError
+from mechinterp.models.hooked.checked_hooks import HookError
 from mechinterp.models.hooked.transformer import ICLTransformer
+from mechinterp.models.hooked.transformer_names import PROCESSING
 from tests.conformance.conftest import switched_on
 from tests.conftest import refused
 

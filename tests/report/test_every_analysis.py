@@ -3,8 +3,10 @@
 It uses the number, the seed and the length of its prompts, or refuses them; too few are refused, too.
 """
 
+import copy
 import inspect
 import json
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -79,6 +81,13 @@ def require_copies(found: Finding) -> None:
     pd.testing.assert_frame_equal(found.to_frame(), before)
 
 
+def require_carried(found: Finding) -> None:
+    """A result can be copied, and sent to another process."""
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        pd.testing.assert_frame_equal(other.to_frame(), found.to_frame())
+        assert repr(other) == repr(found)
+
+
 def require_forms(name: str, checkpoint: Model, found: object, *, drawn: bool = True) -> str:
     """A result is shown as text and as a section that explains its columns; its JSON document."""
     document = dumps(to_json(name, checkpoint, found))
@@ -90,6 +99,7 @@ def require_forms(name: str, checkpoint: Model, found: object, *, drawn: bool = 
     assert bool(section.figures) == drawn
     assert page("name", "about", "verdict", [section], files=[]).count("<h2>") == 1
     require_copies(found)
+    require_carried(found)
     for key, table in section.tables.items():
         assert set(map(str, table.frame.columns)) == set(table.meanings), key
     return document
@@ -98,8 +108,12 @@ def require_forms(name: str, checkpoint: Model, found: object, *, drawn: bool = 
 def test_tables_are_copies():
     """Of what the registry does not hold; every analysis in it goes through `require_forms` below."""
     models = [load(CHECKPOINTS / f"linear-separate-s{seed}") for seed in (0, 1)]
-    require_copies(compare(models, n_prompts=64))
-    require_copies(score(lambda entry: {}, suite(1, trained="none")))
+    for found in (
+        compare(models, n_prompts=64),
+        score(lambda entry: {}, suite(1, trained="none")),
+    ):
+        require_copies(found)
+        require_carried(found)
 
 
 @pytest.mark.slow

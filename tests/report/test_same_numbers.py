@@ -14,7 +14,8 @@ from mechinterp.analysis.probing.probe import probe
 from mechinterp.checkpoints.load import load
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import draw_prompts
-from mechinterp.models.run.evaluation import evaluation_prompts, usual_number
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.n_prompts import usual_number
 from mechinterp.report.page import write_report
 from tests.conftest import CHECKPOINTS, Run
 from tests.golden.store import FILES

@@ -61,35 +61,30 @@ def ablate(
     """Cost of masking heads or MLPs: heads alone, pairs, layers, subsets, Shapley values, a greedy order, positions.
 
     Excess risk is the mean of (ŷ − x·β)² on the same prompts for every mask; ± is one standard error, paired over
-    prompts. Zero ablation sets a head's z to 0, mean ablation to its mean over prompts at that position, and resample
-    ablation to that of another prompt (prompts swap in pairs; an odd last one is left out). Nothing is retrained.
-    Importance is a head's share of its layer's rises, with negative rises counted as 0. The effective number of heads is
-    exp of the entropy of the importance. A Shapley value is the mean over all orders of adding heads of what the head
-    takes off the metric.
+    prompts. Nothing is retrained. Importance is a head's share of its layer's rises, negative ones counted as 0; the
+    effective number of heads is exp of its entropy. A Shapley value is what a head takes off the metric, mean over all
+    orders of adding heads.
 
     Args:
-        prompts: Prompts to use; None draws `n_prompts` of the model's own task with `seed`.
+        prompts: None draws `n_prompts` of the model's own task with `seed`.
         task: Law of the prompts; None: the model's own.
-        what: None: an overview, each head alone by every method, then the layers of a model of several, or subsets and
-            Shapley values of one layer of at most 12 heads. Else one of these:
-            "heads", each alone; "blocks", a head in all runs of its block if blocks run several times;
-            "pairs", every two heads, with their interaction; "layers", all heads of each; "mlps", the MLP of each layer;
-            "subsets" and "shapley", for at most 12 heads; "positions", each head at one position at a time;
-            "greedy", one head after another, next the one whose masking leaves the smallest metric (the order is chosen
-            on half of the prompts, the metric measured on the other half).
-        method: "zero", "mean" or "resample". None: "zero", and all three for the heads of an overview.
-        metric: Function from predictions [batch, d_y] and prompts to one number per prompt; or "ridge" or "dmmse", the
-            squared distance to this predictor of the task, y². None: the squared error against the target without
-            noise, whose mean is the excess risk.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide stream need more.
-            With positions: 256.
+        what: None: each head alone by every method, then the layers of a model of several, or subsets and Shapley values
+            of one layer of at most 12 heads. Or "heads", each alone; "blocks", a head in all runs of its block; "pairs",
+            every two heads, with their interaction; "layers", all heads of each; "mlps", that of each layer; "subsets"
+            and "shapley", for at most 12 heads; "positions", each head at one position at a time; "greedy", one head
+            after another, next the one whose masking leaves the smallest metric (chosen on half of the prompts,
+            measured on the other half).
+        method: "zero" sets a head's z to 0, "mean" to its mean over prompts at that position, "resample" to that of
+            another prompt (prompts swap in pairs, an odd last one is left out). None: "zero"; all three for heads alone.
+        metric: Function from predictions [batch, d_y] and prompts to one number per prompt; "ridge" or "dmmse", the
+            squared distance to this predictor, y²; None: the squared error against the target without noise.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs, more for a wide stream; 256 with positions.
     Raises:
-        ValueError: If an option is unknown, there are fewer than two prompts (four for resample, eight for the greedy
-            order), the metric does not give one finite number per prompt, an MLP is missing or has no hook, or there
-            are too many heads for all subsets.
+        ValueError: If an option is unknown, there are too few prompts (two, four to resample, eight for greedy), the
+            metric does not give one finite number per prompt, an MLP or its hook is missing, or there are too many heads.
     Source:
-        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time. The importance, normalised within a
-        layer, and its estimate are choices made here, and so is the interaction. The greedy order is backward elimination.
+        After Chen, Zhao and Zou 2024, arXiv 2408.04532, who mask heads one at a time; importance within a layer, its
+        estimate and the interaction are choices made here; the greedy order is backward elimination.
     See also:
         `prune`, `classify`, `attribute_edges`.
     Example:
@@ -102,19 +97,11 @@ def ablate(
     """
     if what is not None and what not in QUESTIONS:
         raise ValueError(f"what must be one of {', '.join(QUESTIONS)} or None, got {what!r}.")
-    if what == "positions" and n_prompts is None:
-        n_prompts = AT_POSITIONS
-    given, law = prompts_and_law(
-        source,
-        prompts,
-        analysis="ablate",
-        task=task,
-        n_prompts=n_prompts,
-        seed=seed,
-        fitted=1 if what == "greedy" else 0,
-    )
-    measure = measure_of(metric, law)
-    predictor = predictor_of(source)
+    number = AT_POSITIONS if what == "positions" and n_prompts is None else n_prompts
+    drawn: dict = {"task": task, "n_prompts": number, "seed": seed}
+    fitted = 1 if what == "greedy" else 0
+    given, law = prompts_and_law(source, prompts, analysis="ablate", fitted=fitted, **drawn)
+    predictor, measure = predictor_of(source), measure_of(metric, law)
     if method is not None:
         require_method(method, given[:2])
     if what is None:

@@ -32,7 +32,8 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, head_axes, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import prompts_and_law, stream_width
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.n_prompts import stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.ways import Predictor
 
@@ -206,8 +207,7 @@ def prune(
             differently. It is a cross-validated ridge regression on the stream at the query, of the second half.
         out: New folder for the pruned model; None: it is not saved. `train(config, start=load(out), out=...)` trains it
             further.
-        n_prompts: None means 4096, or 512 for models with norms or MLPs; more if probes of a wide
-            stream need more.
+        n_prompts: None means 4096, or 512 for models with norms or MLPs, more for a wide stream.
     Raises:
         ValueError: If the rule is unknown, keeps no head or its mask has another shape, there are too
             few prompts, or the folder is not empty. Also if a model that is to be saved is no checkpoint.

@@ -51,10 +51,8 @@ def compare_learners(
     correlations with y. After k pairs the next x of the prompt is predicted.
 
     Args:
-        source: A model, or a function from prompts to predictions. Of a function with predictions
-            after every layer, the last ones are used.
-        prompts: Prompts to use; None draws `n_prompts` of the task with `seed`, the same as for
-            every analysis.
+        source: A model, or a function from prompts to predictions; of predictions after every layer the last count.
+        prompts: None draws `n_prompts` of the task with `seed`, the same as for every analysis.
         learners: Names in `LEARNERS`. A task with a pool adds dmmse. Prompts whose x or y have a
             mean add ridge and least squares with an intercept.
         context_lengths: Numbers of pairs, from 0; None means all pairs of the prompts. A causal

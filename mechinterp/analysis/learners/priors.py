@@ -190,8 +190,7 @@ def compare_priors(
     n_prompts: int = 4096,
     seed: int = 0,
 ) -> PriorComparison:
-    """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on
-    new ones.
+    """Distances of a model to the pool's posterior mean and to ridge, on tasks of the pool and on new ones.
 
     It takes no given prompts, as it needs prompts of both kinds.
 
@@ -200,13 +199,11 @@ def compare_priors(
             predictions, which needs a task.
         task: Law of the prompts; None means the model's own.
         pool: Task vectors; None means those of the task.
-        context_lengths: Lengths to compare at; they share covariates and noise, and the query
-            too, unless one pass of a causal model gives all lengths. None means up to 16 lengths,
-            from 1 or the shortest length in a checkpoint's training to the task's own.
+        context_lengths: Lengths to compare at; they share covariates and noise, and the query too, unless one pass of a
+            causal model gives all. None: up to 16, from 1 or the shortest length of a training to the task's own.
         n_prompts: Number of prompts of each kind.
     Raises:
-        ValueError: If there is no task, no pool, a context length is below 1, or the predictions
-            overflow.
+        ValueError: If there is no task, no pool, a context length is below 1, or the predictions overflow.
     Source:
         Raventos et al. 2023, arXiv 2306.15063, for the two predictors and their distances; the regression is derived here.
     See also:

@@ -19,7 +19,7 @@ from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 
-ROUNDING = 1e-9
+STANDS_STILL = 1e-9
 """A learner whose step in a layer is below this fraction of its largest one stands still there; fitted steps of 0 are about 1e-15."""
 CONTEXT_STEP = 21
 """Step of the random stream from which the contexts are drawn."""
@@ -132,7 +132,7 @@ def progress_of(
     for layer, name in enumerate(columns):
         for A, C in zip(by_learner[layer], by_model[layer], strict=True):
             values, vectors = np.linalg.eigh(A)
-            still = max(LEAST_VARIANCE * abs(values).max(initial=0), ROUNDING * largest)
+            still = max(LEAST_VARIANCE * abs(values).max(initial=0), STANDS_STILL * largest)
             moves = values > still
             if not np.isfinite(C).all() or (linear and not moves.all()) or not moves.any():
                 continue

@@ -55,21 +55,17 @@ from mechinterp.analysis.multi_layer.scaled import read_out_of, with_scaled
 from mechinterp.analysis.multi_layer.stream import path_of, step_effects
 from mechinterp.analysis.response.gate import Gate, gate_of
 from mechinterp.analysis.response.projection import FewPromptsError
-from mechinterp.analysis.response.response import response
+from mechinterp.analysis.response.response import kind_frames
 from mechinterp.analysis.stats import RESAMPLES, best_factor, resampled
-from mechinterp.checkpoints.foreign.agreed import over_readings
-from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.foreign.readings.agreed import over_readings
+from mechinterp.checkpoints.modules.weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import (
-    evaluation_prompts,
-    most_prompts,
-    require_number,
-    task_for,
-)
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
+from mechinterp.models.run.n_prompts import most_prompts, require_number
 from mechinterp.models.run.predictor import Learner, Source
 from mechinterp.models.run.ways import Predictor
 
@@ -313,7 +309,7 @@ def _gate(subject: Subject, own: NamingSetting, tests: Mapping[str, Identity]) -
     for prompts in (own.prompts,) if unknown else (own.prompts, None):
         for trim in TRIMS:
             with suppress(FewPromptsError):
-                return gate_of(response(subject.source, prompts, task=law, trim=trim))
+                return gate_of(kind_frames(subject.source, prompts, task=law, trim=trim))
     return None
 
 

@@ -21,7 +21,8 @@ from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
-from mechinterp.models.run.evaluation import evaluation_prompts, require_few_numbers
+from mechinterp.models.run.evaluation import evaluation_prompts
+from mechinterp.models.run.n_prompts import require_few_numbers
 from mechinterp.models.run.predictor import (
     Learner,
     Source,

@@ -1,7 +1,8 @@
 """Algorithms whose read-out has one more factor, and the rest that each leaves of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mechinterp.analysis.multi_layer.fits import FitScores, FitTrial
 from mechinterp.analysis.multi_layer.naming_prompts import NOISES, SCORED_PROMPTS, Predict
 from mechinterp.analysis.multi_layer.rests import REST_ROUNDING, reflected, rest_of
-from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar
+from mechinterp.icl.algorithm import Algorithm, PromptMoments, Scalar, fixed
 from mechinterp.icl.algorithm_fits import CLEARLY
 
 FINE = 1e-8
@@ -32,12 +33,13 @@ def scaled(learner: Algorithm) -> Algorithm:
         'gradient_descent with a scaled read-out'
     """
 
-    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
-        return scalars[-1] * learner.run(moments, n_layers, *scalars[:-1])
-
-    factor = Scalar("factor", lambda moments: 1.0, where="once", lower=-torch.inf)
+    factor = Scalar("factor", fixed(1.0), where="once", lower=-torch.inf)
     return Algorithm(
-        scaled_name(learner), None, (*learner.scalars, factor), run, has_path=learner.has_path
+        scaled_name(learner),
+        None,
+        (*learner.scalars, factor),
+        partial(_times_last, learner.run),
+        has_path=learner.has_path,
     )
 
 
@@ -52,10 +54,23 @@ def times(learner: Algorithm, factor: float) -> Algorithm:
         0.9
     """
 
-    def run(moments: PromptMoments, n_layers: int, *scalars: Tensor) -> Tensor:
-        return factor * learner.run(moments, n_layers, *scalars)
+    return replace(learner, run=partial(_times, factor, learner.run), factor=factor)
 
-    return replace(learner, run=run, factor=factor)
+
+def _times_last(
+    run: Callable[..., Tensor], moments: PromptMoments, n_layers: int, *scalars: Tensor
+) -> Tensor:
+    return scalars[-1] * run(moments, n_layers, *scalars[:-1])
+
+
+def _times(
+    factor: float,
+    run: Callable[..., Tensor],
+    moments: PromptMoments,
+    n_layers: int,
+    *scalars: Tensor,
+) -> Tensor:
+    return factor * run(moments, n_layers, *scalars)
 
 
 def read_out_of(

@@ -1,7 +1,5 @@
 """The stream of a model at the query: read after each layer, and set to what an algorithm holds there."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import torch
@@ -22,9 +20,7 @@ from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.hooked.masks import Hooks
-from mechinterp.models.hooked.query_position import NoStreamError, query_positions
-from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.ways import Predictor
 
 MISSED = 0.02
@@ -106,9 +102,7 @@ def step_effects(
     """
     prompts = prompts[:STEP_PROMPTS]
     try:
-        hooked = predictor.hooked
-        places = query_positions(hooked, prompts)
-        if len(_widths(hooked, prompts[:1])) > 1:
+        if not predictor.one_stream_width(prompts):
             return None  # a layer whose output is no sum with its input
         streams = predictor.streams(prompts)[:, :, -1].cpu().double()
     except NoStreamError:
@@ -116,32 +110,27 @@ def step_effects(
     held = states(algorithm, scalars, prompts, task, predictor.n_layers)
     if len(prompts) < 4 * (held[0].shape[1] + task.d_x):
         return None
-    predicted = partial(_predictions, hooked, prompts[SCORED_PROMPTS])
-    known = predicted()
+    scored = prompts[SCORED_PROMPTS]
+
+    def predicted(layer: int, at_query: Tensor) -> Tensor:
+        return predictor.predict_from(scored, layer, at_query).cpu().double()
+
+    known = predictor.predict(scored).cpu().double()
     rows = []
     for layer in range(predictor.n_layers):
         before, after = streams[layer : layer + 2]
-        at = (layer + 1, places[layer + 1])
         step = held[layer + 1] - held[layer]
-        put = predicted(
-            at, before[SCORED_PROMPTS] + step[SCORED_PROMPTS] @ _map(step, after - before)
-        )
+        image = step[SCORED_PROMPTS] @ _map(step, after - before)
+        put = predicted(layer + 1, before[SCORED_PROMPTS] + image)
         so_far = held[layer + 1][SCORED_PROMPTS, : task.d_y]
         swap = so_far.roll(1, 0) - so_far
         # The stream holds x, too, so that the map has rows for it.
-        image = _map(torch.cat([held[layer + 1], prompts.x_query], 1), after)[: task.d_y]
-        exchanged = predicted(at, after[SCORED_PROMPTS] + swap @ image)
+        image = swap @ _map(torch.cat([held[layer + 1], prompts.x_query], 1), after)[: task.d_y]
+        exchanged = predicted(layer + 1, after[SCORED_PROMPTS] + image)
         silent = so_far.abs().max() == 0
         change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
         rows.append((r2_and_sem(put, known)[0], change))
     return pd.DataFrame(rows, columns=["steps_r2", "exchanged_r2"])
-
-
-def _widths(hooked: HookedPredictor, prompts: Prompts) -> set[int]:
-    """Widths of the stream before each layer and after the last."""
-    names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
-    _, streams = hooked.activations(prompts, names)
-    return {stream.shape[-1] for stream in streams}
 
 
 def states(
@@ -171,26 +160,3 @@ def _map(
     return torch.linalg.lstsq(
         features[FITTED_PROMPTS], wanted[FITTED_PROMPTS], driver="gelsd"
     ).solution
-
-
-def _predictions(
-    hooked: HookedPredictor,
-    prompts: Prompts,
-    at: tuple[int, int] | None = None,
-    values: Float[Tensor, "prompt d_model"] | None = None,
-) -> Float[Tensor, "prompt d_y"]:
-    """Predictions, with the stream after a layer set to given values at one position."""
-    weight = next(hooked.model.parameters())
-    given = prompts.to(weight.device).to(weight.dtype)
-
-    def put(stream: Tensor, hook: object) -> Tensor:
-        assert at is not None
-        assert values is not None
-        stream = stream.clone()
-        stream[:, at[1]] = values.to(stream)
-        return stream
-
-    hooks: Hooks = [] if at is None else [(hooked.stream_name(at[0]), put)]
-    with torch.no_grad():
-        output = hooked.run(hooked.inputs(given), hooks)
-        return hooked.prediction(output, given).cpu().double()

@@ -18,8 +18,10 @@ from mechinterp.analysis.stats import mean_and_sem, rank_correlation
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, counted, head_names, with_sem
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import LEAST, prompts_and_law
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.n_prompts import LEAST
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.run.ways import Predictor
 
 ENTROPY_PROMPTS = 512
 """Largest number of prompts that the entropies are means over."""
@@ -258,7 +260,11 @@ def attention_patterns(
         seed=seed,
         repeated=True,
     )
-    predictor = predictor_of(source)
+    return _patterns_on(predictor_of(source), prompts, shown)
+
+
+def _patterns_on(predictor: Predictor, prompts: Prompts, shown: int) -> AttentionPatterns:
+    """Attention on at most `shown` of the prompts, with entropies over all."""
     n_drawn = len(prompts)
     with torch.no_grad():
         prediction = predictor.predict(prompts)

@@ -45,8 +45,8 @@ from mechinterp.analysis.one_layer.scales import Scales, scales_of
 from mechinterp.analysis.one_layer.substitution import faithfulness, idealised
 from mechinterp.analysis.one_layer.thresholds import Thresholds
 from mechinterp.analysis.stats import best_factor
-from mechinterp.checkpoints.foreign.agreed import over_readings
-from mechinterp.checkpoints.module_weights import by_weights
+from mechinterp.checkpoints.foreign.readings.agreed import over_readings
+from mechinterp.checkpoints.modules.weights import by_weights
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts

@@ -17,7 +17,7 @@ from mechinterp.config import SCORES, ExperimentConfig, ModelConfig, TaskConfig
 from mechinterp.memory import CHUNK_BYTES, chunks
 from mechinterp.models.heads import head_outputs, share_of, stack
 from mechinterp.models.layers import is_normalised
-from mechinterp.models.run.evaluation import LEAST
+from mechinterp.models.run.n_prompts import LEAST
 from mechinterp.models.weights import Weights
 from mechinterp.training.one_layer.step import initial_weights
 

@@ -165,20 +165,18 @@ def attribute_edges(
 
     Args:
         prompts: Clean prompts; None draws `n_prompts` of the model's own task with `seed`.
-        corrupted: Corrupted prompts; None means the clean ones with other task vectors, drawn with `seed` + 1. The
-            covariates are then the same on both, so that edges that depend on covariates alone have no effect.
-        nodes: "heads" for edges from heads to heads of later layers. "all" for the graph of the whole model: from the
-            input (tokens as embedded, with positions), heads and MLPs to heads, MLPs and the output.
-        ig_steps: 1 for attribution patching (EAP). More for integrated gradients (EAP-IG), which average the gradient
-            between corrupted and clean prompts. The effect of a single patch is closer to EAP: a patch is a small step
-            from the corrupted prompts.
-        metric: Function from predictions [batch, d_y] and the clean prompts to one number per prompt; None means minus
-            the squared distance between the prediction and that on the clean prompts, unit y^2.
-        task: Law of drawn prompts; None means the model's own.
+        corrupted: None: the clean prompts with other task vectors, drawn with `seed` + 1. Covariates are then the same,
+            so that edges that depend on them alone have no effect.
+        nodes: "heads": edges from heads to heads of later layers. "all": also from the input (embedded tokens with
+            positions) and MLPs, and to MLPs and the output.
+        ig_steps: 1 for attribution patching (EAP), to which the effect of a single patch is closer, as it is a small step
+            from the corrupted prompts; more for integrated gradients (EAP-IG), up to the clean prompts.
+        metric: Function from predictions [batch, d_y] and the clean prompts to one number per prompt; None: minus the
+            squared distance between the prediction and that on the clean prompts, unit y^2.
+        task: Law of drawn prompts; None: the model's own.
     Raises:
         ValueError: If ig_steps is below 1, there are fewer than two prompts, the model has no edges, its stream is not
-            the sum of outputs (a norm after each layer, layers that are not the stream), what a node reads or writes has
-            no hook, the prompts differ in shape, or the metric does not give one number per prompt.
+            the sum of outputs, a node has no hook, the prompts differ in shape, or the metric gives no number per prompt.
     Source:
         Edges and patches are those of transformer_lens 4.3; a test compares both (Syed et al. 2023, arXiv 2310.10348;
         Wang et al. 2022, arXiv 2211.00593). Integrated gradients follow Hanna et al. 2024, arXiv 2403.17806, with
@@ -199,14 +197,9 @@ def attribute_edges(
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
     graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
+    drawn: dict = {"task": task, "n_prompts": n_prompts, "seed": seed}
     clean, corrupted = clean_and_corrupted(
-        source,
-        prompts,
-        corrupted,
-        analysis="attribute_edges",
-        task=task,
-        n_prompts=n_prompts,
-        seed=seed,
+        source, prompts, corrupted, analysis="attribute_edges", **drawn
     )
     pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
     return _effects_of(pair, None if predictor.is_hooked else predictor.weights, ig_steps)

@@ -17,13 +17,12 @@ from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
 from mechinterp.models.hooked.runner import HookedPredictor, class_name
 from mechinterp.models.run.evaluation import (
-    LEAST,
     distinct_pairs,
     evaluation_prompts,
     law_in_force,
-    require_number,
     require_prompts,
 )
+from mechinterp.models.run.n_prompts import LEAST, require_number
 from mechinterp.models.run.predictor import Source, predictor_of
 
 COMPONENTS = ("q", "k", "v")

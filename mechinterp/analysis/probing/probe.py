@@ -25,7 +25,8 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.masks import Head
-from mechinterp.models.run.evaluation import prompts_and_law, stream_width
+from mechinterp.models.run.evaluation import prompts_and_law
+from mechinterp.models.run.n_prompts import stream_width
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress
@@ -209,9 +210,8 @@ def probe(
         ValueError: If there are too few prompts for the features, a target or a position is unknown, there is neither
             a task nor prompts, or the model has no hooks on its streams.
     Source:
-        Alain and Bengio 2016, arXiv 1610.01644; Akyürek et al. 2023, arXiv 2211.15661, for
-        in-context regression. Read-outs: nostalgebraist 2020, interpreting GPT: the logit lens; Belrose et al. 2023,
-        arXiv 2303.08112, the tuned lens.
+        Alain and Bengio 2016, arXiv 1610.01644; Akyürek et al. 2023, arXiv 2211.15661, for in-context regression.
+        Read-outs: nostalgebraist 2020, the logit lens; Belrose et al. 2023, arXiv 2303.08112, the tuned lens.
     See also:
         `p_probe`, `name_algorithm`.
     Example:

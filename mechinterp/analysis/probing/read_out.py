@@ -18,13 +18,8 @@ from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.predictors import ridge
 from mechinterp.icl.prompts import Prompts
-from mechinterp.models.run.evaluation import (
-    evaluation_prompts,
-    least_number,
-    stream_width,
-    task_for,
-    usual_number,
-)
+from mechinterp.models.run.evaluation import evaluation_prompts, task_for
+from mechinterp.models.run.n_prompts import least_number, stream_width, usual_number
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.progress import progress

@@ -14,7 +14,6 @@ from mechinterp.analysis.response.projection import (
     solve,
     spline,
 )
-from mechinterp.analysis.response.sample import Measuring, sample_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,19 +26,21 @@ class Against:
 
 
 def against_bayes(
-    setting: Measuring,
+    bayes: PromptArrays | None,
     sample: PromptArrays,
     root: np.ndarray | None,
     knots: np.ndarray,
     fit: Projection,
     shrunk: measures.Shrinkage,
-    output: int,
 ) -> Against:
-    """Filter of the Bayes learner, and the share of the excess risk that the difference explains."""
-    if setting.bayes is None:
+    """Filter of the Bayes learner, and the share of the excess risk that the difference explains.
+
+    Args:
+        bayes: Predictions of the Bayes learner on the prompts, in their own coordinates; None: it is unknown.
+    """
+    if bayes is None:
         nothing = pd.DataFrame(columns=["s", "difference", "difference_sem"], dtype=float)
         return Against(np.full(len(knots), np.nan), nothing, {})
-    bayes = sample_of(setting, setting.bayes, output, weights=setting.by_gradient)
     bayes = bayes if root is None else measures.in_coordinates(bayes, root)
     own = measures.shrinkage(bayes)
     phi, theirs = measures.filter_frame(bayes, own, knots)

@@ -54,46 +54,24 @@ OUTPUT = {"output": "Number of the response, from 0."}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Frames:
-    """Measurements of what a learner does with its prompt, each with its standard error.
+class KindFrames:
+    """Measurements from which the class of a learner follows, each with its standard error.
 
     Frames of a task with several responses have a last column `output`.
     """
 
     symmetries: pd.DataFrame
     """symmetry, mismatch, mismatch_sem, bayes: E (f - f')^2 / (2 E f^2) under a change of the prompt."""
-    filter: pd.DataFrame
-    """s, phi, phi_sem, bayes: weight phi(s) of a direction with eigenvalue s of X^T X / L; `layer` last."""
-    differences: pd.DataFrame
-    """s, difference, difference_sem: phi minus that of the Bayes learner, paired over prompts."""
-    beside: pd.DataFrame
-    """learner, s, phi: filters of ridge regression and of descent with as many steps as layers."""
-    forms: pd.DataFrame
-    """form, left, left_sem: part of the squared predictions that each form of the filter leaves."""
     position: pd.DataFrame
     """age, weight, weight_sem: weight of a pair per similarity; age 0 is the last pair."""
-    similarity: pd.DataFrame
-    """u, weight, weight_sem: weight of a pair times L, by its similarity u = <q, x_j>."""
-    order: pd.DataFrame
-    """changed, pair, size, size_sem, slope, slope_sem: effect of a fresh pair on another's weight."""
     left: pd.DataFrame
     """columns, left, left_sem: part of the squared predictions left as columns are added."""
     scalars: pd.DataFrame
     """name, value, sem: c, alpha, eta, gate, and further numbers."""
-    by_gradient: bool
-    """True: gradients with respect to y were projected; False: predictions were."""
     sums_follow_law: bool
     """True: the sum of two y is again a response of the task, up to its size, so that the mismatch of sums says whether the
     learner is linear in y."""
-    coordinates: Float[np.ndarray, "d_x d_x"] | None
-    """Matrix R of the coordinates R x in which the filter is measured; None: those of x."""
     context_length: int
-    n_prompts: int
-    """Number of prompts after trimming."""
-    uses_sparsity: bool | None
-    """For a sparse task: True if a rotation of x changes predictions as it changes the Bayes learner's; else None."""
-    notes: tuple[str, ...]
-    """Measurements that were not made, with the reason."""
 
     def scalar(self, name: str, output: int = 0) -> Estimate:
         """Value of a scalar and its standard error.
@@ -109,3 +87,31 @@ class Frames:
         if "output" not in frame:
             return frame
         return frame[frame.output == output].drop(columns="output").reset_index(drop=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Frames(KindFrames):
+    """All measurements of what a learner does with its prompt, each with its standard error."""
+
+    filter: pd.DataFrame
+    """s, phi, phi_sem, bayes: weight phi(s) of a direction with eigenvalue s of X^T X / L; `layer` last."""
+    differences: pd.DataFrame
+    """s, difference, difference_sem: phi minus that of the Bayes learner, paired over prompts."""
+    beside: pd.DataFrame
+    """learner, s, phi: filters of ridge regression and of descent with as many steps as layers."""
+    forms: pd.DataFrame
+    """form, left, left_sem: part of the squared predictions that each form of the filter leaves."""
+    similarity: pd.DataFrame
+    """u, weight, weight_sem: weight of a pair times L, by its similarity u = <q, x_j>."""
+    order: pd.DataFrame
+    """changed, pair, size, size_sem, slope, slope_sem: effect of a fresh pair on another's weight."""
+    by_gradient: bool
+    """True: gradients with respect to y were projected; False: predictions were."""
+    coordinates: Float[np.ndarray, "d_x d_x"] | None
+    """Matrix R of the coordinates R x in which the filter is measured; None: those of x."""
+    n_prompts: int
+    """Number of prompts after trimming."""
+    uses_sparsity: bool | None
+    """For a sparse task: True if a rotation of x changes predictions as it changes the Bayes learner's; else None."""
+    notes: tuple[str, ...]
+    """Measurements that were not made, with the reason."""

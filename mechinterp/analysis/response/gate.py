@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.response.frames import Frames
+from mechinterp.analysis.response.frames import KindFrames
 from mechinterp.analysis.response.reading import CLEAR_ERRORS, kind
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 
@@ -64,7 +64,7 @@ class Gate:
         }
 
 
-def gate_of(found: Frames) -> Gate:
+def gate_of(found: KindFrames) -> Gate:
     """Gate of a response.
 
     Example:
@@ -82,7 +82,7 @@ def gate_of(found: Frames) -> Gate:
     return Gate(readings[0], along, found.context_length, _starts(found, readings[0]))
 
 
-def _starts(found: Frames, reading: str) -> dict[str, float]:
+def _starts(found: KindFrames, reading: str) -> dict[str, float]:
     """First values of scalars, measured on the first response."""
     known = set(found.scalars.name)
     values = {n: found.scalar(n)[0] for n in ("eta", "alpha", "gate", "c") if n in known}

@@ -72,7 +72,7 @@ def left_of(
         own = sample.modes.weights(sample, spline(sample.modes.s, knots, shrunk.c[0])) @ phi
         product = _metric(sample, sample.a - own, again - own)
         linear = jackknife(ratio, sample.sums(product), sample.sums(sample.f**2))
-    even = jackknife(ratio, sample.sums((sample.f - sample.odd) ** 2), sample.sums(sample.f**2))
+    even = jackknife(ratio, sample.sums(sample.even**2), sample.sums(sample.f**2))
     return Left(
         pd.DataFrame(rows, columns=["columns", "left", "left_sem"]),
         *((float(value), float(sem)) for value, sem in (centred, linear, even)),

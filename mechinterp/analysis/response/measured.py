@@ -1,5 +1,6 @@
 """All measurements of one response, frame by frame."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,13 @@ from mechinterp.analysis.response.projection import (
     spline,
 )
 from mechinterp.analysis.response.sample import Measuring, require_effective, sample_of
-from mechinterp.analysis.response.symmetries import second_y, symmetries_frame
+from mechinterp.analysis.response.symmetries import (
+    ROTATION,
+    SUM_OF_Y,
+    Symmetric,
+    second_y,
+    symmetries_frame,
+)
 
 SWAPPED = 128
 """Number of prompts for the order of the pairs."""
@@ -41,21 +48,93 @@ class OfOneOutput:
     notes: list[str]
 
 
+@dataclass(frozen=True, eq=False)
+class Core:
+    """Measurements from which the class of a learner follows, and what the others are made of."""
+
+    plain: PromptArrays
+    """The prompts in their own coordinates."""
+    sample: PromptArrays
+    """The prompts in the coordinates of the filter."""
+    root: np.ndarray | None
+    shrunk: measures.Shrinkage
+    symmetries: pd.DataFrame
+    position: pd.DataFrame
+    left: Left
+    order: Order | None
+    scalars: dict[str, Estimate]
+    order_scalars: dict[str, Estimate]
+    """Numbers of the order of the pairs, and the part that is even in y."""
+    notes: list[str]
+
+
 def measured(setting: Measuring, output: int) -> OfOneOutput:
     """All frames of one response."""
+    bayes = None
+    if setting.bayes is not None:
+        bayes = sample_of(setting, setting.bayes, output, weights=setting.by_gradient)
+    core = _core(setting, output, bayes)
+    sample, shrunk, order = core.sample, core.shrunk, core.order
+    phi, fit = measures.filter_frame(sample, shrunk)
+    knots = phi.s.to_numpy()
+    against = against_bayes(bayes, sample, core.root, knots, fit, shrunk)
+    scalars = {
+        **core.scalars,
+        "disagreement": _disagreement(sample, fit, knots, shrunk),
+        **against.scalars,
+        **core.order_scalars,
+    }
+    if setting.prompts.y.shape[2] > 1:
+        scalars["cross"] = _cross(setting, core.plain, output)
+    frames = {
+        **_core_frames(core, scalars),
+        "filter": _with_layers(setting, phi, against.phi, core.root, shrunk, output),
+        "differences": against.differences,
+        "beside": learners_beside(sample, knots, setting.law, setting.descents),
+        "forms": measures.forms_frame(sample, shrunk, fit),
+        "similarity": measures.similarity_frame(sample),
+        "order": pd.DataFrame(columns=list(ORDER_COLUMNS)) if order is None else order.frame,
+    }
+    return OfOneOutput(frames, core.root, core.notes)
+
+
+def measured_for_kind(setting: Measuring, output: int) -> dict[str, pd.DataFrame]:
+    """The frames of one response from which the class of the learner follows."""
+    core = _core(setting, output, None, for_kind=True)
+    return _core_frames(core, core.scalars | core.order_scalars)
+
+
+def _core_frames(core: Core, scalars: dict[str, Estimate]) -> dict[str, pd.DataFrame]:
+    rows = [(name, *pair) for name, pair in scalars.items()]
+    return {
+        "symmetries": core.symmetries,
+        "position": core.position,
+        "left": core.left.frame,
+        "scalars": pd.DataFrame(rows, columns=["name", "value", "sem"]),
+    }
+
+
+def _core(
+    setting: Measuring, output: int, bayes: PromptArrays | None, *, for_kind: bool = False
+) -> Core:
+    """Measurements from which the class of the learner follows.
+
+    Args:
+        bayes: Predictions of the Bayes learner; None: none are shown.
+        for_kind: True: leave out the other symmetries, and the part that is linear in y without being a filter.
+    """
     notes: list[str] = []
     plain = sample_of(setting, setting.function, output)
     effective = require_effective(plain.f)
     if not np.isfinite(plain.a).all():
         raise ValueError("Gradients with respect to y must be finite, got NaN or infinite ones.")
-    symmetries = _symmetries(setting, output)
+    only = (ROTATION, SUM_OF_Y) if for_kind else ()
+    symmetries = _symmetries(setting, output, plain, bayes, only)
     root = _root(setting, plain, symmetries)
     sample = plain if root is None else measures.in_coordinates(plain, root)
     shrunk = measures.shrinkage(sample)
-    phi, fit = measures.filter_frame(sample, shrunk)
-    against = against_bayes(setting, sample, root, phi.s.to_numpy(), fit, shrunk, output)
     position, alpha = measures.position_frame(sample)
-    left = _left(setting, sample, shrunk, output)
+    left = _left(setting, sample, shrunk, output, for_kind=for_kind)
     order = _order(setting, plain, root, output, notes)
     scalars = {
         "effective prompts": (effective, np.nan),
@@ -64,9 +143,18 @@ def measured(setting: Measuring, output: int) -> OfOneOutput:
         "alpha": alpha,
         "mean of x": left.mean_of_x,
         "linear in y, no filter": left.linear,
-        "disagreement": _disagreement(sample, fit, phi.s.to_numpy(), shrunk),
-        **against.scalars,
     }
+    numbers = _order_scalars(setting, left, order, alpha)
+    return Core(
+        plain, sample, root, shrunk, symmetries, position, left, order, scalars, numbers, notes
+    )
+
+
+def _order_scalars(
+    setting: Measuring, left: Left, order: Order | None, alpha: Estimate
+) -> dict[str, Estimate]:
+    """Numbers of the order of the pairs, and the part that is even in y."""
+    scalars = {}
     if setting.law is None or setting.law.n_tasks is None:
         scalars["even in y"] = left.even
     if order is not None:
@@ -74,32 +162,23 @@ def measured(setting: Measuring, output: int) -> OfOneOutput:
         online = order.earlier[0] < reading.ONLINE * order.later[0]
         scalars["eta"] = order.eta if online else (np.nan, np.nan)
         scalars["gate"] = _gate(alpha, order.eta) if online else alpha
-    if setting.prompts.y.shape[2] > 1:
-        scalars["cross"] = _cross(setting, plain, output)
-    rows = [(name, *pair) for name, pair in scalars.items()]
-    frames = {
-        "symmetries": symmetries,
-        "filter": _with_layers(setting, phi, against.phi, root, shrunk, output),
-        "differences": against.differences,
-        "beside": learners_beside(sample, phi.s.to_numpy(), setting.law, setting.descents),
-        "forms": measures.forms_frame(sample, shrunk, fit),
-        "position": position,
-        "similarity": measures.similarity_frame(sample),
-        "order": pd.DataFrame(columns=list(ORDER_COLUMNS)) if order is None else order.frame,
-        "left": left.frame,
-        "scalars": pd.DataFrame(rows, columns=["name", "value", "sem"]),
-    }
-    return OfOneOutput(frames, root, notes)
+    return scalars
 
 
-def _symmetries(setting: Measuring, output: int) -> pd.DataFrame:
+def _symmetries(
+    setting: Measuring,
+    output: int,
+    plain: PromptArrays,
+    bayes: PromptArrays | None,
+    only: Collection[str],
+) -> pd.DataFrame:
     few = slice(SYMMETRIC if setting.by_gradient else SWAPPED)
-    functions = {"model": setting.function}
-    if setting.bayes is not None:
-        functions["bayes"] = setting.bayes
+    learners = {"model": Symmetric(setting.function, plain.f[few], plain.f_reversed[few])}
+    if bayes is not None and setting.bayes is not None:
+        learners["bayes"] = Symmetric(setting.bayes, bayes.f[few], bayes.f_reversed[few])
     with np.errstate(over="ignore", invalid="ignore"):
         return symmetries_frame(
-            functions, setting.prompts[few], setting.group[few], output, setting.seed
+            learners, setting.prompts[few], setting.group[few], output, setting.seed, only
         )
 
 
@@ -113,18 +192,23 @@ def _root(setting: Measuring, sample: PromptArrays, symmetries: pd.DataFrame) ->
                 f"coordinates must be a matrix of shape [{d_x}, {d_x}], got {list(np.shape(given))}."
             )
         return given
-    rotated = symmetries.set_index("symmetry").mismatch["rotation of x"]
+    rotated = symmetries.set_index("symmetry").mismatch[ROTATION]
     if rotated <= ROTATED or not 1 < sample.x.shape[2] <= MOST_COORDINATES:
         return None
     return measures.coordinates_of(sample)
 
 
 def _left(
-    setting: Measuring, sample: PromptArrays, shrunk: measures.Shrinkage, output: int
+    setting: Measuring,
+    sample: PromptArrays,
+    shrunk: measures.Shrinkage,
+    output: int,
+    *,
+    for_kind: bool,
 ) -> Left:
     """Part left as columns are added, in the coordinates of the sample."""
     again, posterior = None, None
-    if setting.prompts.knows_task_vectors and setting.by_gradient:
+    if setting.prompts.knows_task_vectors and setting.by_gradient and not for_kind:
         other = replace(setting.prompts, y=second_y(setting.prompts))
         again = pair_weights(setting.function, other, output)
     if setting.law is not None and setting.law.n_tasks is not None and setting.bayes is not None:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from mechinterp.analysis.number_format import digits, with_error
-from mechinterp.analysis.response.frames import Frames
+from mechinterp.analysis.response.frames import Frames, KindFrames
 from mechinterp.config import TaskConfig
 
 NOT_LINEAR = 0.15
@@ -45,14 +45,14 @@ def form(found: Frames, output: int = 0) -> str:
     return next((name for name in ORDER_OF_FORMS if forms.left[name] <= limit), "free")
 
 
-def forgets(found: Frames, output: int = 0) -> bool:
+def forgets(found: KindFrames, output: int = 0) -> bool:
     """True if the weight of a pair falls with its age by more than its error and FORGETS."""
     alpha, sem = found.scalar("alpha", output)
     fall = 1 - alpha ** (found.context_length - 1)
     return bool(1 - alpha > CLEAR_ERRORS * sem and fall > FORGETS)
 
 
-def not_linear(found: Frames, output: int = 0) -> float:
+def not_linear(found: KindFrames, output: int = 0) -> float:
     """Part of the squared predictions that is not linear in y.
 
     On Gaussian tasks, with drift or without, it is the mismatch of f(sum of two y) and the sum of both f, or the part that is even in y if that is
@@ -66,7 +66,7 @@ def not_linear(found: Frames, output: int = 0) -> float:
     return max(mismatch, found.scalar("even in y", output)[0])
 
 
-def kind(found: Frames, output: int = 0) -> str:
+def kind(found: KindFrames, output: int = 0) -> str:
     """Class of learner: see docs/response.md for the table."""
     left = found.of_output(found.left, output).set_index("columns").left
     if not_linear(found, output) > NOT_LINEAR:
@@ -231,8 +231,8 @@ def sentences(found: Frames) -> list[str]:
         rows = found.of_output(found.symmetries).set_index("symmetry").loc["rotation of x"]
         verb = "uses" if found.uses_sparsity else "does not use"
         texts.append(
-            f"It {verb} sparsity: a rotation of x changes {digits(rows.mismatch)} of its squared "
-            f"predictions, and {digits(rows.bayes)} of the Bayes learner's."
+            f"It {verb} sparsity: a rotation of x changes {with_error(rows.mismatch, rows.mismatch_sem)} of its "
+            f"squared predictions, and {digits(rows.bayes)} of the Bayes learner's."
         )
     disagreement = found.scalar("disagreement")[0]
     if disagreement > CLEAR_ERRORS:

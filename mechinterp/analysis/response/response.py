@@ -3,7 +3,7 @@ pairs, which symmetries it keeps, and what none of these explain. It needs no hy
 label.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 
 from mechinterp.analysis.response import figure, reading
-from mechinterp.analysis.response.frames import FRAME_MEANINGS, OUTPUT, Frames
-from mechinterp.analysis.response.measured import measured
+from mechinterp.analysis.response.frames import FRAME_MEANINGS, OUTPUT, Frames, KindFrames
+from mechinterp.analysis.response.measured import measured, measured_for_kind
 from mechinterp.analysis.response.sample import Measuring
 from mechinterp.analysis.result import Table
 from mechinterp.config import TaskLike
@@ -97,6 +97,7 @@ class Response(Frames, Result):
         }
 
 
+@torch.inference_mode(False)  # weights of pairs are gradients
 def response(
     source: Source | Learner,
     prompts: Prompts | None = None,
@@ -117,8 +118,6 @@ def response(
     of one pair on the weight of another, symmetries, and the part of f that is left.
 
     Args:
-        source: A checkpoint, a hooked model or module, weights, or a function of prompts.
-        prompts: Given prompts; None draws them.
         task: Law of the prompts; None means the model's own.
         layers: True: also the filter after each layer, by the model's own read-out.
         by: "gradient" projects df/dy, which is exact if y given x is Gaussian; "predictions" projects
@@ -144,23 +143,67 @@ def response(
         ('no interaction', [0.8])
     """
     _require_arguments(by, coordinates, trim)
-    prompts, law = prompts_and_law(
-        source, prompts, analysis="response", task=task, n_prompts=n_prompts, seed=seed
-    )
-    prompts = _trimmed(prompts, trim)
-    setting = Measuring.of(source, prompts, law, by, coordinates, layers, seed)
+    setting = _setting(source, prompts, task, n_prompts, seed, trim, by, coordinates, layers)
+    prompts = setting.prompts
     outputs = [measured(setting, output) for output in range(prompts.y.shape[2])]
-    frames = {name: _joined([each.frames[name] for each in outputs]) for name in outputs[0].frames}
+    frames = _joined([each.frames for each in outputs])
     return Response(
         **frames,
         by_gradient=setting.by_gradient,
-        sums_follow_law=setting.by_gradient or setting.drifts,
+        sums_follow_law=setting.sums_follow_law,
         coordinates=outputs[0].root,
         context_length=prompts.x.shape[1],
         n_prompts=len(prompts),
-        uses_sparsity=reading.uses_sparsity(law, frames["symmetries"]),
+        uses_sparsity=reading.uses_sparsity(setting.law, frames["symmetries"]),
         notes=tuple(dict.fromkeys(note for each in outputs for note in each.notes)),
     )
+
+
+@torch.inference_mode(False)
+def kind_frames(
+    source: Source | Learner,
+    prompts: Prompts | None = None,
+    *,
+    task: TaskLike | None = None,
+    n_prompts: int = 1024,
+    seed: int = 0,
+    trim: float = 0.0,
+) -> KindFrames:
+    """The part of a response from which the class of the learner follows, in about half the time; arguments are those
+    of `response`.
+
+    Example:
+        >>> from functools import partial
+        >>> from mechinterp.config import TaskConfig
+        >>> from mechinterp.icl.predictors import vanilla_gd
+        >>> learner = partial(vanilla_gd, eta=0.8)
+        >>> reading.kind(kind_frames(learner, task=TaskConfig(d_x=3, context_length=12)))
+        'no interaction'
+    """
+    setting = _setting(source, prompts, task, n_prompts, seed, trim)
+    _, context_length, n_outputs = setting.prompts.y.shape
+    frames = _joined([measured_for_kind(setting, output) for output in range(n_outputs)])
+    return KindFrames(
+        **frames, sums_follow_law=setting.sums_follow_law, context_length=context_length
+    )
+
+
+def _setting(
+    source: Source | Learner,
+    prompts: Prompts | None,
+    task: TaskLike | None,
+    n_prompts: int,
+    seed: int,
+    trim: float,
+    by: str = "auto",
+    coordinates: str | Float[np.ndarray, "d_x d_x"] | None = "auto",
+    layers: bool = False,
+) -> Measuring:
+    """Model, prompts and settings of a response."""
+    prompts, law = prompts_and_law(
+        source, prompts, analysis="response", task=task, n_prompts=n_prompts, seed=seed
+    )
+    return Measuring.of(source, _trimmed(prompts, trim), law, by, coordinates, layers, seed)
 
 
 def _require_arguments(by: str, coordinates: object, trim: float) -> None:
@@ -180,8 +223,13 @@ def _trimmed(prompts: Prompts, trim: float) -> Prompts:
     return prompts[largest <= largest.quantile(1 - trim)]
 
 
-def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Frames of all responses; with several, a last column `output`."""
-    if len(frames) == 1:
-        return frames[0]
-    return pd.concat([f.assign(output=n) for n, f in enumerate(frames)], ignore_index=True)
+def _joined(outputs: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Frames of all responses by name; with several, a last column `output`."""
+    if len(outputs) == 1:
+        return dict(outputs[0])
+    return {
+        name: pd.concat(
+            [frames[name].assign(output=n) for n, frames in enumerate(outputs)], ignore_index=True
+        )
+        for name in outputs[0]
+    }

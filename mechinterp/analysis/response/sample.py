@@ -42,6 +42,11 @@ class Measuring:
     """Number of steps of the descent beside the model."""
     seed: int
 
+    @property
+    def sums_follow_law(self) -> bool:
+        """True: the sum of two y is again a response of the task, up to its size."""
+        return self.by_gradient or self.drifts
+
     @classmethod
     def of(
         cls,
@@ -112,7 +117,7 @@ def sample_of(
         y=y,
         x_query=prompts.x_query.double().numpy(force=True),
         f=f,
-        odd=(f - values(function, replace(prompts, y=-prompts.y), output)) / 2,
+        f_reversed=values(function, replace(prompts, y=-prompts.y), output),
         a=pair_weights(function, prompts, output) if weights else np.zeros_like(y),
         group=setting.group,
         beta_var=max(size - noise_var, 0.0) / float(np.square(x).sum(2).mean()),

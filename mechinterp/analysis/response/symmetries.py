@@ -1,33 +1,54 @@
 """Symmetries of a learner: how much its predictions change under changes of the prompt that keep its law."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 
 from mechinterp.analysis.response.pair_weights import values
 from mechinterp.analysis.response.projection import jackknife, ratio
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.run.predictor import Learner
 
+ROTATION, SUM_OF_Y = "rotation of x", "sum of two y"
+"""Names of the symmetries that the class of a learner and the coordinates of x follow from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetric:
+    """Learner whose symmetries are measured, and its predictions for the prompts and for -y."""
+
+    function: Learner
+    f: Float[np.ndarray, " batch"]
+    f_reversed: Float[np.ndarray, " batch"]
+
 
 def symmetries_frame(
-    functions: Mapping[str, Learner], prompts: Prompts, group: np.ndarray, output: int, seed: int
+    learners: Mapping[str, Symmetric],
+    prompts: Prompts,
+    group: np.ndarray,
+    output: int,
+    seed: int,
+    only: Collection[str] = (),
 ) -> pd.DataFrame:
     """Mismatch E (f - f')^2 / (2 E f^2) of each symmetry: 0 if it is kept, 1 for unrelated predictions.
 
     Args:
-        functions: The model, and the Bayes learner as "bayes" if it is known.
+        learners: The model as "model", and the Bayes learner as "bayes" if it is known.
+        only: Names of the symmetries that are measured; empty: all.
     """
     columns = {}
-    for name, function in functions.items():
-        pairs = _transformed(function, prompts, output, seed)
+    for name, learner in learners.items():
         rows = {}
-        for symmetry, (left, right, plain) in pairs.items():
-            sums = [_grouped(each, group) for each in ((left - right) ** 2, plain**2)]
-            rows[symmetry] = jackknife(lambda e, s: ratio(e, 2 * s), *sums)
+        total = _grouped(learner.f**2, group)
+        for symmetry, pair in _transformed(learner, prompts, output, seed).items():
+            if not only or symmetry in only:
+                left, right = pair()
+                missed = _grouped((left - right) ** 2, group)
+                rows[symmetry] = jackknife(lambda e, s: ratio(e, 2 * s), missed, total)
         columns[name] = rows
     model = columns["model"]
     bayes = columns.get("bayes", {})
@@ -46,39 +67,40 @@ def _grouped(each: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _transformed(
-    function: Learner, prompts: Prompts, output: int, seed: int
-) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Predictions on the transformed prompts, what they should be, and the plain predictions."""
-    generator = torch.Generator().manual_seed(seed)
+    learner: Symmetric, prompts: Prompts, output: int, seed: int
+) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
+    """Functions that give the predictions on transformed prompts, and what they should be."""
+    generator = torch.Generator("cpu").manual_seed(seed)
     x, y, query = prompts.x, prompts.y, prompts.x_query
-    order = torch.randperm(x.shape[1], generator=generator)
-    normal = torch.randn(x.shape[2], x.shape[2], generator=generator, dtype=torch.float64)
+    order = torch.randperm(x.shape[1], generator=generator, device="cpu")
+    shape = (x.shape[2], x.shape[2])
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     rotation = torch.linalg.qr(normal)[0].to(x)
     spread = float(y.std())
     half = 0.5**0.5
 
     def run(**changed: torch.Tensor) -> np.ndarray:
-        return values(function, replace(prompts, **changed), output)
+        return values(learner.function, replace(prompts, **changed), output)
 
-    f = run()
+    f = learner.f
     turned = query.roll(1, 0)
     tests = {
-        "order of pairs": (run(x=x[:, order], y=y[:, order]), f),
-        "rotation of x": (run(x=x @ rotation, x_query=query @ rotation), f),
-        "sign of y": (-run(y=-y), f),
-        "y / 2": (2 * run(y=y / 2), f),
-        "2 y": (run(y=2 * y) / 2, f),
-        "sum of two queries": (
+        "order of pairs": lambda: (run(x=x[:, order], y=y[:, order]), f),
+        ROTATION: lambda: (run(x=x @ rotation, x_query=query @ rotation), f),
+        "sign of y": lambda: (-learner.f_reversed, f),
+        "y / 2": lambda: (2 * run(y=y / 2), f),
+        "2 y": lambda: (run(y=2 * y) / 2, f),
+        "sum of two queries": lambda: (
             run(x_query=(query + turned) * half),
             (f + run(x_query=turned)) * half,
         ),
-        "shift of x": (run(x=x + 1, x_query=query + 1), f),
-        "shift of y": (run(y=y + spread) - spread, f),
+        "shift of x": lambda: (run(x=x + 1, x_query=query + 1), f),
+        "shift of y": lambda: (run(y=y + spread) - spread, f),
     }
     if prompts.knows_task_vectors:
         other = second_y(prompts)
-        tests["sum of two y"] = (run(y=(y + other) * half), (f + run(y=other)) * half)
-    return {name: (*pair, f) for name, pair in tests.items()}
+        tests[SUM_OF_Y] = lambda: (run(y=(y + other) * half), (f + run(y=other)) * half)
+    return tests
 
 
 def second_y(prompts: Prompts) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.foreign.settings import TASK_KEY
 from mechinterp.checkpoints.io.files import write_new, writing
-from mechinterp.checkpoints.plain_modules import HookedModule, hook_module
+from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
 from mechinterp.checkpoints.runs import head_rows, joined
 from mechinterp.config import TaskConfig
 from mechinterp.icl.predictors import ridge
@@ -53,7 +53,7 @@ class Monitor:
     """Function from the module's output to the prediction; this and the next three fields are those
     of `hook_module`."""
     embed: Callable[[Prompts], Tensor] | None = None
-    heads: int | None = None
+    n_heads: int | None = None
     outputs: Sequence[str] = ()
     ablation: bool = True
     """True: every head is masked, for its share and the rise of the risk without it; one run of the
@@ -127,7 +127,7 @@ class Monitor:
     def _hooked(self, module: nn.Module) -> HookedModule:
         return hook_module(
             module,
-            heads=self.heads,
+            n_heads=self.n_heads,
             read=self.read,
             embed=self.embed,
             outputs=self.outputs,

@@ -5,33 +5,27 @@ from dataclasses import replace
 from functools import partial
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.assemble import Tried
-from mechinterp.checkpoints.foreign.candidates import Case, refinements
-from mechinterp.checkpoints.foreign.doubts import doubt_of, tied
 from mechinterp.checkpoints.foreign.options import flag_of
-from mechinterp.checkpoints.foreign.proof import Proof
-from mechinterp.checkpoints.foreign.renaming import unused_names
-from mechinterp.checkpoints.foreign.score import LazyReadings, Reading
+from mechinterp.checkpoints.foreign.readings.assemble import Tried
+from mechinterp.checkpoints.foreign.readings.case import Case
+from mechinterp.checkpoints.foreign.readings.choices import refinements
+from mechinterp.checkpoints.foreign.readings.doubts import doubt_of, tied
+from mechinterp.checkpoints.foreign.readings.losses import Reading, open_readings
+from mechinterp.checkpoints.foreign.readings.proof import Proof
 from mechinterp.checkpoints.foreign.settings import Stored
+from mechinterp.checkpoints.foreign.tensors.renaming import unused_names
 from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.config import ExperimentConfig
 from mechinterp.fields import flatten
 
 OF_POSITIONS = ("positions", "rotary_base", "rotary_adjacent_pairs")
 """Choices about positions that a single layer of attention has too."""
-
-
 PLAIN_TRIED: Tried = {"positions": "none", "passes": 1, "rms_norm": False}
-
-
+"""Plain values of choices that leave no trace in a file."""
 UNTRACED = "none (rotary ones leave no trace in a file)"
 """Assumption about positions of which the file has no trace."""
-
-
 NO_BIASES = "none (ALiBi and sinks leave no trace in a file)"
 """Assumption about terms of the scores that a file does not show."""
-
-
 MOST_READINGS_SHOWN = 24
 """Number of readings listed in `assumed`; the checkpoint has all."""
 
@@ -44,9 +38,9 @@ def checkpoint_of_case(
     config = ExperimentConfig(task=case.task, model=weights.model)
     values = flatten(config.to_dict())
     assumed = _assumed(case, names, values) | {"step": stored.step}
-    if not isinstance(readings, LazyReadings) and readings:
-        assumed["readings"] = [each.to_document() for each in readings[:MOST_READINGS_SHOWN]]
-        if open_between := tied(readings):
+    if several := open_readings(readings):
+        assumed["readings"] = [each.to_document() for each in several[:MOST_READINGS_SHOWN]]
+        if open_between := tied(several):
             assumed["undetermined"] = open_between
     if (times := case.source.settings.get(SAVED_TIMES, 1)) != 1:
         assumed["weights"] = f"the last of {times} that were saved"

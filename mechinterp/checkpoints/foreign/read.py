@@ -13,34 +13,37 @@ from pathlib import Path
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.assemble import Tried
-from mechinterp.checkpoints.foreign.candidates import (
-    Case,
-    FileFacts,
-    case_of,
-    choices_of,
-    combinations,
-    given_choices,
-    rotary_of,
-)
 from mechinterp.checkpoints.foreign.described import (
     OF_POSITIONS,
     checkpoint_of_case,
     proven_checkpoint,
 )
-from mechinterp.checkpoints.foreign.folded import PER_HEAD, folded, repacked
-from mechinterp.checkpoints.foreign.formats import BARE, LAYERED, OWN_LAYERS, Format
-from mechinterp.checkpoints.foreign.layout import Layout
-from mechinterp.checkpoints.foreign.names import Tensors
 from mechinterp.checkpoints.foreign.options import ORIENTATIONS, PACKINGS, Hints
-from mechinterp.checkpoints.foreign.parts import Parts, parts_of
-from mechinterp.checkpoints.foreign.proof import Proof, prove
-from mechinterp.checkpoints.foreign.recognised import recognised
-from mechinterp.checkpoints.foreign.recorded import Recording, read_recording, require_one_task
-from mechinterp.checkpoints.foreign.refusals import of_file
-from mechinterp.checkpoints.foreign.renaming import mapped
-from mechinterp.checkpoints.foreign.score import LazyReadings, Reading, better_packing, try_cases
+from mechinterp.checkpoints.foreign.readings.assemble import Tried
+from mechinterp.checkpoints.foreign.readings.case import Case, FileFacts, case_of
+from mechinterp.checkpoints.foreign.readings.choices import (
+    choices_of,
+    combinations,
+    given_choices,
+    rotary_of,
+)
+from mechinterp.checkpoints.foreign.readings.losses import LazyReadings, Reading
+from mechinterp.checkpoints.foreign.readings.proof import Proof, prove
+from mechinterp.checkpoints.foreign.readings.recorded import (
+    Recording,
+    read_recording,
+    require_one_task,
+)
+from mechinterp.checkpoints.foreign.readings.search import better_packing, try_cases
 from mechinterp.checkpoints.foreign.settings import TASK_KEY, Stored
+from mechinterp.checkpoints.foreign.tensors.folded import PER_HEAD, folded, repacked
+from mechinterp.checkpoints.foreign.tensors.formats import BARE, LAYERED, OWN_LAYERS, Format
+from mechinterp.checkpoints.foreign.tensors.layout import Layout
+from mechinterp.checkpoints.foreign.tensors.names import Tensors
+from mechinterp.checkpoints.foreign.tensors.parts import Parts, parts_of
+from mechinterp.checkpoints.foreign.tensors.recognised import recognised
+from mechinterp.checkpoints.foreign.tensors.refusals import of_file
+from mechinterp.checkpoints.foreign.tensors.renaming import mapped
 from mechinterp.checkpoints.io.files import CheckpointError
 
 KnownFile = tuple[Format, Layout, dict[str, Tensor]]
@@ -92,7 +95,7 @@ def read_proven(
         ValueError: If the tensors fit no format, or the predictions another task.
     Example:
         >>> from mechinterp import sample_prompts
-        >>> from mechinterp.checkpoints.foreign.recorded import recording_of
+        >>> from mechinterp.checkpoints.foreign.readings.recorded import recording_of
         >>> from mechinterp.models.constructions.one_layer import debiased_gradient_step
         >>> from mechinterp.models.run.predictor import predictor_of
         >>> weights = debiased_gradient_step(0.88, 0.1, d_x=2)

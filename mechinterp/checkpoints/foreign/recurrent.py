@@ -10,14 +10,14 @@ from pathlib import Path
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.foreign.layer_kinds import (
+from mechinterp.checkpoints.foreign.recurrent_kinds import (
     BY_CHANNEL,
     LAYER_KINDS,
     layer_kind_of,
     positive_number,
 )
-from mechinterp.checkpoints.foreign.names import piece_of, shown
-from mechinterp.checkpoints.foreign.refusals import HOOK, require_numbers
+from mechinterp.checkpoints.foreign.tensors.names import piece_of, shown
+from mechinterp.checkpoints.foreign.tensors.refusals import HOOK, require_numbers
 from mechinterp.checkpoints.io.files import naming, read_json
 from mechinterp.checkpoints.io.tensor_files import folder_file, read_file
 from mechinterp.models.hooked.delta_layers import DeltaLayer, DeltaNames, Form, names_within

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mechinterp.checkpoints.foreign.names import TABLE, Tensors
 from mechinterp.checkpoints.foreign.options import JOINS
+from mechinterp.checkpoints.foreign.tensors.names import TABLE, Tensors
 from mechinterp.checkpoints.io.files import naming, read_json, read_yaml
 from mechinterp.checkpoints.io.trees import SAVED_TIMES
 from mechinterp.checkpoints.native.folder import OWN
@@ -15,30 +15,20 @@ from mechinterp.config.model import SCORES
 
 TASK_KEY = "mechinterp_task"
 """Key of the task's fields, in the config.json that a `Monitor` writes."""
-
-
-COUNTS, _WORDS, FLAGS, NUMBERS = (
+COUNTS, _TEXTS, FLAGS, NUMBERS = (
     {name: spellings.split() for name, spellings in TABLE[kind].items()}
     for kind in ("counts", "words", "flags", "numbers")
 )
 """Spellings of settings by the kind of their values, from names.toml."""
-
-
 POSITIONS = {word: name for name, words in TABLE["positions"].items() for word in words.split()}
 """Names of positions, by their spellings."""
-
-
 ALIASES = {"swish": "silu", "gelu_tanh": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 """Other names of activations."""
-
-
 ONLY = {
     **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     **{"add_cross_attention": False},
 }
 """Required values of settings of GPT-2, as other values make another model."""
-
-
 EMPTY = ("null", "Null", "NULL", "~", "")
 """Texts that mean no value in YAML, whose values are all read as texts."""
 
@@ -98,7 +88,7 @@ def settled(raw: Mapping[str, object]) -> dict[str, object]:
     known: dict[str, object] = {TASK_KEY: raw.get(TASK_KEY), **_lora_scale(raw)}
     known[SAVED_TIMES] = raw.get(SAVED_TIMES)
     raw = {_in_snake_case(key): value for key, value in raw.items()} | dict(raw)
-    for name, spellings in (COUNTS | _WORDS | FLAGS | NUMBERS).items():
+    for name, spellings in (COUNTS | _TEXTS | FLAGS | NUMBERS).items():
         values = [(key, raw[key]) for key in spellings if raw.get(key) is not None]
         read = {key: _value(name, key, value) for key, value in values}
         different = {value for value in read.values() if value is not None}

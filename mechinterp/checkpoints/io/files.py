@@ -175,13 +175,30 @@ def read_yaml(file: Path) -> object:
     """Content of a YAML file, with all numbers as text.
 
     Raises:
-        CheckpointError: If it cannot be read or is larger than 64 kB.
+        CheckpointError: If it cannot be read or is larger than 64 kB, also with its aliases written out.
     """
     import yaml
 
     with readable(file, "YAML", MAX_YAML, ValueError, yaml.YAMLError):
         # This loader makes texts, lists and dictionaries only.
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        if not _fits(document, MAX_YAML):
+            raise ValueError(f"more than {MAX_YAML} characters with all aliases written out")
+        return document
+
+
+def _fits(document: object, most: int) -> bool:
+    """True if the texts, lists and dictionaries of a document have at most this many characters, 1 for a list or an empty
+    text; an alias counts each time."""
+    size, ahead = 0, [document]
+    while ahead and size <= most:
+        value = ahead.pop()
+        size += max(1, len(value)) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            ahead += [*value, *value.values()]
+        elif isinstance(value, list):
+            ahead += value
+    return size <= most
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.copies import chosen_names
 from mechinterp.checkpoints.io.arrays import (
     MAX_ENTRIES,
     Storages,
@@ -22,6 +21,7 @@ from mechinterp.checkpoints.io.arrays import (
     native_tensor,
     npy_array,
 )
+from mechinterp.checkpoints.io.copies import chosen_names
 from mechinterp.checkpoints.io.files import CheckpointError, naming, read_json
 from mechinterp.checkpoints.io.headers import reading, require_header
 from mechinterp.checkpoints.io.trees import Read, settings_among, tensors_among

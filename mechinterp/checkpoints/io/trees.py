@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.copies import MOST_SHOWN, chosen_names
-from mechinterp.checkpoints.foreign.names import piece_of, shown
+from mechinterp.checkpoints.foreign.tensors.names import piece_of, shown
 from mechinterp.checkpoints.io.arrays import Storages, array_tensors
+from mechinterp.checkpoints.io.copies import MOST_SHOWN, chosen_names
 from mechinterp.checkpoints.io.files import CheckpointError
 from mechinterp.checkpoints.io.unpickler import StoredArray, StoredList, StoredTensor, Unread
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mechinterp.checkpoints.checkpoint import Checkpoint
-from mechinterp.checkpoints.foreign.lens import MASK, hooked_layer, require_zero
+from mechinterp.checkpoints.foreign.tensors.lens import MASK, PREFIX, hooked_layer, require_zero
 from mechinterp.checkpoints.io.files import CheckpointError, naming, one_line, write_new, writing
 from mechinterp.checkpoints.io.locks import claimed
 from mechinterp.checkpoints.io.tensor_files import read_arrays
@@ -30,12 +30,7 @@ from mechinterp.checkpoints.native.document import (
     sha256_of,
 )
 from mechinterp.checkpoints.native.folder import WEIGHTS_FILE
-from mechinterp.checkpoints.native.tensors import (
-    PREFIX,
-    fill_with_tensors,
-    state_dict,
-    weights_from,
-)
+from mechinterp.checkpoints.native.tensors import fill_with_tensors, state_dict, weights_from
 from mechinterp.config import ExperimentConfig, TaskConfig
 from mechinterp.config.model import BIASES, NAMES, tensor_shapes
 from mechinterp.models.weights import Weights

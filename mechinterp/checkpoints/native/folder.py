@@ -29,10 +29,11 @@ from mechinterp.checkpoints.native.document import read_document, require_stated
 from mechinterp.checkpoints.native.tables import read_numbers
 from mechinterp.config import ExperimentConfig, TaskConfig
 
+CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SNAPSHOTS = "snapshots.safetensors"
 HISTORY_FILE = "history.parquet"
-FILES = ("config.json", WEIGHTS_FILE, HISTORY_FILE, SNAPSHOTS, "snapshots")
+FILES = (CONFIG_FILE, WEIGHTS_FILE, HISTORY_FILE, SNAPSHOTS, "snapshots")
 """Contents of a checkpoint folder; earlier versions wrote "snapshots"."""
 OWN = {"format_version", "experiment"}
 """Fields of a config.json by which this package recognises its own."""
@@ -47,7 +48,7 @@ def document_file(path: Path) -> Path:
     Raises:
         CheckpointError: If there is none.
     """
-    file = path / "config.json"
+    file = path / CONFIG_FILE
     if not file.is_file():
         if not path.exists():
             raise nothing_at(path)
@@ -103,7 +104,7 @@ def snapshot_steps(path: Path) -> list[int]:
 
 def stated_files(path: Path) -> dict[str, object]:
     """SHA-256 of the files that the config.json of a folder lists; empty without one, or for an older folder."""
-    file = path / "config.json"
+    file = path / CONFIG_FILE
     return read_document(file)[0]["files"] if file.is_file() and is_native(path) else {}
 
 
@@ -115,7 +116,7 @@ def old_snapshots(path: Path) -> dict[int, Path]:
 
 def is_native(path: Path) -> bool:
     """True if a folder has a config.json of this package, possibly damaged."""
-    file = path / "config.json"
+    file = path / CONFIG_FILE
     if not file.is_file():
         return False
     settings = read_json(file)
@@ -128,7 +129,7 @@ def require_new(path: Path) -> None:
     Raises:
         CheckpointError: If it contains anything.
     """
-    if (path / "config.json").exists():
+    if (path / CONFIG_FILE).exists():
         raise CheckpointError(f"{path}: already holds a checkpoint; it is not overwritten.")
     settle(path)
     require_free(path)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from mechinterp.checkpoints.foreign.refusals import require_numbers
+from mechinterp.checkpoints.foreign.tensors.lens import PREFIX
+from mechinterp.checkpoints.foreign.tensors.refusals import require_numbers
 from mechinterp.checkpoints.io.files import CheckpointError, naming
 from mechinterp.checkpoints.io.headers import STEP, opened, read_steps, require_shapes
 from mechinterp.checkpoints.io.tensor_files import read_arrays, widened
@@ -18,7 +19,6 @@ from mechinterp.checkpoints.native.folder import SNAPSHOTS, old_snapshots, state
 from mechinterp.config import ExperimentConfig
 from mechinterp.models.weights import Weights
 
-PREFIX = "blocks.0.attn."
 UNREAD = (PREFIX + "W_O", PREFIX + "b_O")
 
 

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from mechinterp.config import ModelConfig
 from mechinterp.config.model import FORGETTING
+from mechinterp.models.recurrence import LARGEST_LOGIT
 from mechinterp.models.weights import Weights
 
 BETA = 0.5
 """Strength of writing of the layers, which the keys' size makes the step eta."""
-LARGEST_LOGIT = 40.0
-"""Logit of a gate of 1, which is exactly 1 in float64."""
 
 
 def recurrent_layer(
@@ -53,13 +52,12 @@ def recurrent_layer(
     for name, value in {"eta": eta, "penalty": penalty}.items():
         if not value > 0:
             raise ValueError(f"{name} must be > 0, got {value}.")
-    width = d_x + 1
+    width, scale = d_x + 1, (d_x + 1) ** -0.5
     identity = torch.eye(width, dtype=torch.float64, device="cpu")
     on_y = torch.zeros_like(identity)
     on_y[-1, -1] = 1
     size = math.sqrt(eta / BETA) if score in ("delta", "gated_delta") else 1.0
     asked = eta if score == "gated" else size
-    scale = width**-0.5
     matrices = {
         "W_Q": asked / scale * (identity - on_y),
         "W_K": size * (identity - on_y),

@@ -7,7 +7,7 @@ points has a hook. Points that do not explain the module's own output are left o
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -110,9 +110,17 @@ class HeadPoints(nn.Module):
 
 @dataclass(eq=False)
 class Running:
-    """Heads of the layer whose attention is running; None outside attention."""
+    """What the layers of a module share while they run."""
 
     heads: HeadPoints | None = None
+    """Heads of the layer whose attention is running; None outside attention."""
+    depth: int = 0
+    """Number of blocks that are running, one within another; 0 outside the layers."""
+    begun: int = 0
+    """Number of layers that have begun."""
+    stream_calls: dict[int, int] = field(default_factory=dict)
+    """Number of layers before each torch call that returns the stream, by the number of the call (see `Calls`); empty if
+    the stream is the input and the output of each block."""
 
 
 class Following(TorchFunctionMode):

@@ -5,7 +5,7 @@ of each layer; they pass the tensors to the hook points.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformer_lens.hook_points import HookPoint
 
 from mechinterp.models.hooked.arguments import Split, whole
+from mechinterp.models.hooked.checked_hooks import CheckedHooks
 from mechinterp.models.hooked.delta_layers import DELTA_POINTS, DeltaLayer
 from mechinterp.models.hooked.followed import (
     POINTS,
@@ -26,7 +27,7 @@ from mechinterp.models.hooked.followed import (
     behind_values,
     projected,
 )
-from mechinterp.models.hooked.hooks import CheckedHooks
+from mechinterp.models.hooked.stream_calls import Calls
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class ModuleHooks(CheckedHooks):
     pattern times v is what they give to their norm, and z what the norm gives to the output projection.
 
     z is [batch, pos, head, d_head] and the stream [batch, pos, width], with one position if a layer runs at the query only.
-    A block that runs several times is one layer per run; layers are numbered in the order in which they run.
+    A block that runs several times is one layer per run; layers are numbered in the order in which they run. The stream is the
+    input and the output of each block, or, if the sums with it stand outside the blocks, the results of torch calls.
     The module is changed: a torch.nn.MultiheadAttention applies its output projection in a hook after its forward.
 
     Raises:
@@ -104,16 +106,16 @@ class ModuleHooks(CheckedHooks):
         self.module, self.split = module, split
         self.places = tuple(places)
         self._lengths: set[int] = set()
-        self._running = Running()
+        self.running = Running()
         self.unfollowed: dict[int, str] = {}
         """Reason why hook points of a layer are left out, by layer."""
         blocks = [_Block(places[place]) for place in order]
         self._runs = []
         for n, place in enumerate(places):
             layers = [block for at, block in zip(order, blocks, strict=True) if at == n]
-            self._runs.append(_Runs(place, layers, self._running))
+            self._runs.append(_Runs(place, layers, self.running))
             self._runs[-1].attach(module)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self._layers = nn.ModuleList(blocks), blocks
         parameter = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         self.cfg = ModuleSizes(  # type: ignore[assignment]
             len(order), places[0].n_heads, str(parameter.device), parameter.dtype
@@ -126,8 +128,13 @@ class ModuleHooks(CheckedHooks):
         length = inputs.shape[1]
         for runs in self._runs:
             runs.now = -1
+        self.running.depth = self.running.begun = 0
         try:
-            with Following(self._running) if self._followed() else nullcontext():
+            with ExitStack() as contexts:
+                if self._followed():
+                    contexts.enter_context(Following(self.running))
+                if self._stream_hooked():
+                    contexts.enter_context(Calls(self.running, self._through_stream))
                 # A copy, so that the module and its hooks may write into the input.
                 output = self.module(*self.split(inputs.clone()))
         except (AssertionError, IndexError, RuntimeError) as error:
@@ -158,6 +165,24 @@ class ModuleHooks(CheckedHooks):
     def _followed(self) -> bool:
         """True if a point within attention has a hook, so that attention must be computed step by step."""
         return any(layer.attn.is_hooked(POINTS) for runs in self._runs for layer in runs.layers)
+
+    def _stream_points(self, layer: int) -> list[HookPoint]:
+        """Hook points of the stream after this number of layers, in the order in which it passes them."""
+        after = [self._layers[layer - 1].hook_resid_post] if layer else []
+        before = [self._layers[layer].hook_resid_pre] if layer < len(self._layers) else []
+        return after + before
+
+    def _stream_hooked(self) -> bool:
+        """True if the stream is what torch calls return, and one of its points has a hook."""
+        points = (p for n in self.running.stream_calls.values() for p in self._stream_points(n))
+        return any(point.fwd_hooks or point.bwd_hooks for point in points)
+
+    def _through_stream(self, number: int, is_sum: bool, values: Tensor) -> Tensor:
+        """The result of a torch call after the hook points of the stream, if it is the stream."""
+        layer = self.running.stream_calls.get(number)
+        for point in [] if layer is None else self._stream_points(layer):
+            values = self._runs[0].through_stream(point, values)
+        return values
 
 
 class _Block(nn.Module):
@@ -218,11 +243,15 @@ class _Runs:
             ValueError: If the block runs more often than on the first input.
         """
         self.now += 1
+        self.running.depth += 1
+        self.running.begun += 1
         if self.now == len(self.layers):
             raise ValueError(
                 f"{self.place.block} must run as often as on the first input, {len(self.layers)} times, got one more run."
             )
-        through = partial(self._through_stream, self.layers[self.now].hook_resid_pre)
+        if self.running.stream_calls:
+            return args, kwargs
+        through = partial(self.through_stream, self.layers[self.now].hook_resid_pre)
         if args:
             return (through(args[0]), *args[1:]), kwargs
         first = first_tensor(kwargs)
@@ -231,13 +260,16 @@ class _Runs:
     def _end(
         self, block: nn.Module, args: tuple, output: Tensor | tuple | dict
     ) -> Tensor | tuple | dict:
+        self.running.depth -= 1
+        if self.running.stream_calls:
+            return output
         point, one_number = self.layers[self.now].hook_resid_post, self.place.one_number
-        stream = self._through_stream(point, stream_of(output), one_number=one_number)
+        stream = self.through_stream(point, stream_of(output), one_number=one_number)
         if isinstance(output, dict):  # Hugging Face's ModelOutput
             return type(output)(**{**output, first_tensor(output): stream})
         return (stream, *output[1:]) if isinstance(output, tuple) else stream
 
-    def _through_stream(
+    def through_stream(
         self, point: HookPoint, values: Tensor, *, one_number: bool = False
     ) -> Tensor:
         """The values after a hook point, which sees them as [batch, pos, width]."""
@@ -294,7 +326,7 @@ class _Runs:
         n_heads, turned = self.place.n_heads, self.place.heads_turned
         if values.shape[-1] % n_heads:
             raise ValueError(
-                f"heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
+                f"n_heads must divide the width of the heads' outputs, {values.shape[-1]}, got {n_heads}."
             )
         if values.ndim == 2:  # at the query only
             return self._through_heads(values[:, None])[:, 0]

@@ -60,23 +60,29 @@ def query_positions(hooked: HookedPredictor, prompts: Prompts) -> list[int]:
 def _require_whole(hooked: HookedPredictor, inputs: Tensor, stream: Tensor) -> None:
     """Refuse a module whose prediction does not follow from the output of its last layer.
 
-    Other inputs with the last layer's output fixed must give the same prediction. They do not if a residual sum lies
-    outside the modules that count as layers.
+    Other inputs with the last layer's output fixed must give the same prediction. They do not if something bypasses the
+    layers, such as the first stream that the read-out gets, too.
 
     Raises:
         NoStreamError: If the prediction changes.
     """
+    if not decides(hooked, inputs, hooked.n_layers, stream):
+        raise NoStreamError(
+            "The stream must pass through the layers, but the prediction depends on more than the output of the last one, and no "
+            "sum outside the layers decides it; make each layer, with all that bypasses its attention, a module of its own."
+        )
+
+
+@torch.no_grad()
+def decides(hooked: HookedPredictor, inputs: Tensor, layer: int, stream: Tensor) -> bool:
+    """True if the prediction follows from the stream after this number of layers: with the stream of these inputs, other
+    inputs give the same prediction."""
     others = inputs + _noise_like(inputs, inputs.shape)
-    name = hooked.stream_name(hooked.n_layers)
-    fixed: Hooks = [(name, lambda values, hook: stream)]
+    fixed: Hooks = [(hooked.stream_name(layer), lambda values, hook: stream)]
     own = hooked.read(hooked.model(inputs))
     kept = hooked.read(hooked.run(others, fixed))
     moved = (hooked.read(hooked.model(others)) - own).abs().max()
-    if (kept - own).abs().max() > _PASSED * moved:
-        raise NoStreamError(
-            "The stream must pass through the layers, but the prediction depends on more than the output of the last one: a "
-            "sum with the stream stands outside of it; make each layer, its sums included, a module of its own."
-        )
+    return bool((kept - own).abs().max() <= _PASSED * moved)
 
 
 def _read_position(

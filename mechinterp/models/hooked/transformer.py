@@ -20,10 +20,10 @@ from mechinterp.config import ModelConfig, TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.blocks import Block, LayerNorm, Unembed
 from mechinterp.models.hooked.config import SWITCHES, HookedConfig, zeros
-from mechinterp.models.hooked.hooks import HookedTransformerNames
 from mechinterp.models.hooked.linear_module import LinearModule
 from mechinterp.models.hooked.masks import lock_of
 from mechinterp.models.hooked.shared import SharedWeights
+from mechinterp.models.hooked.transformer_names import HookedTransformerNames
 from mechinterp.models.layers import ACTIVATION_FUNCTIONS, affine, tokens_of
 from mechinterp.models.weights import Weights
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,23 +10,19 @@ import torch
 
 from mechinterp.config import TaskConfig, TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
-from mechinterp.display import counted
-from mechinterp.icl.given import PromptsTask
+from mechinterp.icl.given import PromptsTask, require_fitting
 from mechinterp.icl.prompts import Prompts, distinct_rows, draw_prompts
-from mechinterp.memory import prompt_bytes
+from mechinterp.models.run.n_prompts import (
+    least_for,
+    require_few_numbers,
+    require_number,
+    require_whole,
+    usual_number,
+)
 from mechinterp.models.run.predictor import Source, is_learner, predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights
 
-_N_PROMPTS, N_HOOKED = 4096, 512
-"""Default number of evaluation prompts: for attention-only models, and for all others, which are slower."""
-PER_FEATURE = 2
-"""Smallest number of prompts per scalar that is fitted to them, such as a feature of a probe."""
-LEAST = 8
-"""Smallest number of distinct prompts for a standard error or a label, and if any scalar is fitted to them."""
-MOST_DRAWN = 2**26
-"""Largest count of numbers in the prompts that an analysis draws (512 MB in float64). A model with long prompts needs a
-smaller n_prompts; given prompts have no such limit."""
 LARGEST_ENTRY = 1e15
 """Largest absolute entry of given prompts, whose squares and their sums must stay finite in float32."""
 
@@ -126,7 +123,7 @@ def sample_prompts(
     if isinstance(source, Mapping):
         source = as_task(source)
     if n_prompts is not None:
-        _require_whole(n_prompts, "n_prompts")
+        require_whole(n_prompts, "n_prompts")
     drawn = _drawn(source, None, n_prompts, seed, context_length, new_tasks=new_tasks)
     if dtype is None and isinstance(source, TaskConfig):
         dtype = torch.float32
@@ -176,7 +173,8 @@ def evaluation_prompts(
 
 
 def _require_moderate(prompts: Prompts) -> None:
-    """Refuse given prompts with an entry that is not a number or beyond LARGEST_ENTRY."""
+    """Refuse given prompts whose tensors do not fit, or with an entry that is not a number or beyond LARGEST_ENTRY."""
+    require_fitting(prompts)
     for name in ("x", "y", "x_query", "y_query"):
         largest = float(getattr(prompts, name).detach().abs().max())
         if not largest <= LARGEST_ENTRY:
@@ -185,13 +183,30 @@ def _require_moderate(prompts: Prompts) -> None:
             )
 
 
+def _require_no_autocast(analysis: str) -> None:
+    """Refuse an analysis under torch.autocast, which computes in half precision whatever the dtype of the weights."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"{analysis} needs the precision of the weights, got torch.autocast({device!r}) that is on: call it under "
+                f"torch.autocast({device!r}, enabled=False)."
+            )
+
+
+def _detached(prompts: Prompts) -> Prompts:
+    """The prompts without gradients, which no analysis gives; those that need none as they are."""
+    needed = {n: t.detach() for n, t in vars(prompts).items() if t is not None and t.requires_grad}
+    return replace(prompts, **needed) if needed else prompts
+
+
 def distinct(prompts: Prompts) -> Prompts:
     """Given prompts, each of them once; a warning gives the number of distinct ones if some are equal."""
     return distinct_pairs(prompts)[0]
 
 
 def distinct_pairs(*prompts: Prompts) -> tuple[Prompts, ...]:
-    """Given prompts that belong together row by row, such as clean and corrupted ones, each row once."""
+    """Given prompts that belong together row by row, such as clean and corrupted ones, each row once, without gradients."""
+    prompts = tuple(map(_detached, prompts))
     rows, given = distinct_rows(*prompts), len(prompts[0])
     if len(rows) == given:
         return prompts
@@ -200,16 +215,6 @@ def distinct_pairs(*prompts: Prompts) -> tuple[Prompts, ...]:
         stacklevel=3,
     )
     return tuple(each[rows] for each in prompts)
-
-
-def least_for(fitted: int) -> int:
-    """Smallest number of distinct prompts for an analysis that fits this many scalars to them.
-
-    Example:
-        >>> least_for(0), least_for(12)
-        (8, 24)
-    """
-    return max(LEAST, PER_FEATURE * fitted)
 
 
 def _drawn(
@@ -224,16 +229,16 @@ def _drawn(
 ) -> Prompts:
     """Evaluation prompts, drawn in float64 and brought to the model's dtype; bounded: at most MOST_DRAWN numbers."""
     if isinstance(source, TaskConfig):
-        law, dtype, usual = source, torch.float64, _N_PROMPTS
+        law, dtype = source, torch.float64
     else:
-        predictor = predictor_of(source)
-        law = predictor.task if law is None else law
+        source = predictor_of(source)
+        law = source.task if law is None else law
         if law is None:
             raise ValueError(
                 "prompts must be given for a model that comes without a task, got none."
             )
-        dtype, usual = _dtype(predictor), usual_number(predictor)
-    number = usual if n_prompts is None else n_prompts
+        dtype = _dtype(source)
+    number = usual_number(source) if n_prompts is None else n_prompts
     if bounded:
         require_few_numbers(
             law, number, law.context_length if context_length is None else context_length
@@ -248,29 +253,6 @@ def _drawn(
     ).to(dtype)
 
 
-def most_prompts(task: TaskConfig, context_length: int) -> int:
-    """Largest number of prompts of this length that an analysis draws.
-
-    Example:
-        >>> most_prompts(TaskConfig(), 40), most_prompts(TaskConfig(), 100_000)
-        (267365, 111)
-    """
-    return MOST_DRAWN // prompt_bytes(task, context_length=context_length, width=1)
-
-
-def require_few_numbers(task: TaskConfig, n_prompts: int, context_length: int) -> None:
-    """Refuse prompts of an analysis that hold more than MOST_DRAWN numbers, before they are drawn.
-
-    Raises:
-        ValueError: With the largest number of prompts of this length.
-    """
-    if n_prompts > (most := most_prompts(task, context_length)):
-        raise ValueError(
-            f"n_prompts (--n-prompts) must be <= {most} for prompts of {context_length} pairs with d_x = {task.d_x} "
-            f"(at most {MOST_DRAWN} numbers are drawn), got {n_prompts}; shorter prompts: --context-length."
-        )
-
-
 def law_in_force(
     source: Source, task: TaskLike | None, analysis: str, prompts: Prompts | None = None
 ) -> TaskConfig | None:
@@ -282,9 +264,10 @@ def law_in_force(
     Args:
         task: Law that replaces the model's, with missing fields from it; or "unknown", for given prompts.
     Raises:
-        ValueError: If there is no law and no prompts are given, or `task` or `prompts` is something else.
+        ValueError: If there is no law and no prompts are given, `task` or `prompts` is something else, or autocast is on.
     """
     require_prompts(prompts, analysis)
+    _require_no_autocast(analysis)
     if isinstance(task, Prompts):
         raise ValueError(
             f"{analysis}: task must be a TaskConfig, a dict of its fields, a JSON file or 'unknown', got Prompts; "
@@ -375,65 +358,6 @@ def _described(given: object) -> tuple[str, str]:
         return f"a model ({kind})", "prompts of a model are sample_prompts(model)"
     arrays = "prompts of arrays are Prompts.from_arrays(x, y, x_query, y_query)"
     return f"{kind}", arrays
-
-
-def require_number(
-    n_prompts: int, fitted: int = 0, *, what: str = "n_prompts", least: int | None = None
-) -> None:
-    """Refuse fewer than 8 prompts, or fewer than twice the number of fitted scalars.
-
-    Args:
-        least: Smallest number; None: `least_for(fitted)`.
-    Raises:
-        ValueError: If there are fewer, or it is no whole number.
-    Example:
-        >>> require_number(8, fitted=3)
-    """
-    _require_whole(n_prompts, what)
-    least = least_for(fitted) if least is None else least
-    if n_prompts < least:
-        numbers = f"{counted(fitted, 'number')} {'is' if fitted == 1 else 'are'} fitted to them"
-        needs = f"a standard error or a label needs {LEAST} distinct ones"
-        why = numbers if least > LEAST else needs if least > 1 else "an analysis needs one"
-        raise ValueError(f"{what} must be >= {least}, since {why}, got {n_prompts}.")
-
-
-def _require_whole(number: object, what: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | np.integer):
-        raise ValueError(f"{what} must be a whole number, got {number!r}.")
-
-
-def usual_number(source: Source) -> int:
-    """Default number of evaluation prompts for a model, enough for probes of its stream.
-
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> usual_number(zero_head(d_x=5))
-        4096
-    """
-    predictor = predictor_of(source)
-    usual = _N_PROMPTS if predictor.attention_only else N_HOOKED
-    return max(usual, least_number(predictor))
-
-
-def least_number(source: Source) -> int:
-    """Smallest number of prompts for a probe of the model's stream.
-
-    Example:
-        >>> from mechinterp.models.constructions.one_layer import zero_head
-        >>> least_number(zero_head(d_x=5))
-        12
-    """
-    return PER_FEATURE * stream_width(source)
-
-
-def stream_width(source: Source) -> int:
-    """Width of the model's stream, which is the number of features of a probe; 1 if unknown."""
-    predictor = predictor_of(source)
-    weights = predictor.weights
-    if weights is not None:
-        return weights.model.stream_width(weights.d_x, weights.d_y)
-    return getattr(getattr(predictor.model, "cfg", None), "d_model", None) or 1
 
 
 def _dtype(predictor: Predictor) -> torch.dtype:

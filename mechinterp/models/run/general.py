@@ -6,7 +6,6 @@ again, the last one at the query only. TransformerLens is not loaded.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 
 import torch
@@ -16,21 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mechinterp.config import ModelConfig
-from mechinterp.config.model import MLP_NORM
 from mechinterp.icl.prompts import Prompts
 from mechinterp.memory import CHUNK, UNLIMITED, chunks, layers_bytes, together
 from mechinterp.models.hooked.masks import Head, Values, by_layers, mask_z, mean_z, swapped
-from mechinterp.models.layers import (
-    ACTIVATION_FUNCTIONS,
-    AVERAGE,
-    SCORE_PRODUCTS,
-    affine,
-    attention_pattern,
-    normed,
-    tokens_of,
-    turned_by_position,
-)
-from mechinterp.models.recurrence import Memory, memory_of, written_before
+from mechinterp.models.layers import AVERAGE, SCORE_PRODUCTS, attention_pattern
 from mechinterp.models.run.attend import (
     Attend,
     Keys,
@@ -40,13 +28,12 @@ from mechinterp.models.run.attend import (
     fused_softmax,
     pattern_of,
 )
+from mechinterp.models.run.layer import ALL, LAST, Layer, X, embedded, read_in, read_out
 from mechinterp.models.run.linear_pass import linear_pass
-from mechinterp.models.weights import GATE_TENSORS, Weights
+from mechinterp.models.weights import Weights
 from mechinterp.progress import progress
 
 _WRITTEN = "layer batch head d, layer head d d_model -> layer batch head d_model"
-ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
-"""Positions that a layer computes: all, the query, and every x of tokens in turn."""
 
 
 def predictions_at_every(
@@ -65,16 +52,16 @@ def predictions_at_every(
     """
     if weights.model.layout == "pairs":
         return _asked_beside(weights, prompts)
-    passed = _streams(weights, _embedded(weights, prompts), attend=attend, last=X)
+    passed = _streams(weights, embedded(weights, prompts), attend=attend, last=X)
     return read_out(weights, _after(weights.n_layers, passed))
 
 
 def _asked_beside(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"]:
     """Predictions of one recurrent layer at every x, each of which asks the state after the pairs before it."""
-    layer = _Layer(weights, 0, attend, ALL)
+    layer = Layer(weights, 0, attend, ALL)
     queries = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
-    asking = _read_in(weights, pad(queries, (0, weights.d_y)))
-    z = layer.z_beside(asking, _read_in(weights, prompts.context_tokens))
+    asking = read_in(weights, pad(queries, (0, weights.d_y)))
+    z = layer.z_beside(asking, read_in(weights, prompts.context_tokens))
     return read_out(weights, layer.after(asking, layer.written(z)))
 
 
@@ -91,7 +78,7 @@ def predictions(
         >>> predictions(zero_head(d_x=5), prompts).any()
         tensor(False)
     """
-    passed = _streams(weights, _embedded(weights, prompts), attend=attend)
+    passed = _streams(weights, embedded(weights, prompts), attend=attend)
     return read_out(weights, _after(weights.n_layers, passed))[:, -1]
 
 
@@ -99,6 +86,29 @@ def predict_at_every(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch
     """`predictions_at_every` in chunks of prompts."""
     parts = (predictions_at_every(weights, prompts[rows]) for rows in _chunks(weights, prompts))
     return torch.cat(list(parts))
+
+
+def predictions_in_chunks(
+    weights: Weights, prompts: Prompts, *, attend: Attend = attend
+) -> Float[Tensor, "batch d_y"]:
+    """`predictions` in chunks of prompts, which fit into a processor's cache."""
+    chunks = _chunks(weights, prompts)
+    return torch.cat([predictions(weights, prompts[rows], attend=attend) for rows in chunks])
+
+
+def predict_from(
+    weights: Weights, prompts: Prompts, layer: int, at_query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, with the stream at the query after `layer` layers set to the given one."""
+    parts = []
+    for rows in _chunks(weights, prompts):
+        stream = _after(layer, _streams(weights, embedded(weights, prompts[rows]))).clone()
+        stream[:, -1] = at_query[rows]
+        for number in range(layer, weights.n_layers):
+            own = Layer(weights, number, attend, LAST)
+            stream = own.after(stream, own.written(own.z(stream)))
+        parts.append(read_out(weights, stream)[:, -1])
+    return torch.cat(parts)
 
 
 def predict_deep(
@@ -125,14 +135,14 @@ def masked_predictions(
 ) -> Float[Tensor, "mask batch d_y"]:
     """Predictions under each mask."""
     by_layer, parts = [by_layers(heads) for heads in masks], []
-    layers = [_Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
+    layers = [Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
     chunks = _chunks(weights, prompts)
     means = None
     if method == "mean":
-        runs = (_run(layers, _embedded(weights, prompts[rows])) for rows in chunks)
+        runs = (_run(layers, embedded(weights, prompts[rows])) for rows in chunks)
         means = mean_z((run.z for run in runs), len(prompts))
     for rows in progress(chunks, f"masking heads ({method})"):
-        run = _run(layers, _embedded(weights, prompts[rows]))
+        run = _run(layers, embedded(weights, prompts[rows]))
         values = [swapped(z) for z in run.z] if method == "resample" else means
         streams = [run.masked(heads, values) for heads in by_layer]
         parts.append(torch.stack([read_out(weights, stream)[:, -1] for stream in streams]))
@@ -145,7 +155,7 @@ def streams(
     """Stream at the query before each layer and after the last, with heads masked."""
     parts = []
     for rows in _chunks(weights, prompts):
-        passed = _streams(weights, _embedded(weights, prompts[rows]), masked=by_layers(heads))
+        passed = _streams(weights, embedded(weights, prompts[rows]), masked=by_layers(heads))
         parts.append(torch.stack([stream[:, -1:] for stream in passed]))
     return torch.cat(parts, dim=1)
 
@@ -169,7 +179,7 @@ def query_streams(
     for rows in _chunks(weights, prompts):
         chunk = prompts[rows]
         queries = pad(torch.cat([chunk.x, chunk.x_query[:, None]], dim=1), (0, weights.d_y))
-        stream = _read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
+        stream = read_in(weights, torch.cat([chunk.context_tokens, queries], dim=1))
         passed = _streams(weights, stream, attend=to_context, last=ALL)
         parts.append(_after(layer, passed)[:, n:])
     return torch.cat(parts)
@@ -194,10 +204,10 @@ def query_patterns(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer b
 
 def query_writes(weights: Weights, prompts: Prompts) -> Float[Tensor, "layer batch head d_model"]:
     """Output of each head at the query."""
-    layers = [_Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
+    layers = [Layer(weights, layer, attend, LAST) for layer in range(weights.n_layers)]
     parts = []
     for rows in _chunks(weights, prompts):
-        run = _run(layers, _embedded(weights, prompts[rows]))
+        run = _run(layers, embedded(weights, prompts[rows]))
         at_query = torch.stack([z[:, -1] for z in run.z])
         parts.append(einsum(at_query, weights.W_O, _WRITTEN))
     return torch.cat(parts, dim=1)
@@ -214,7 +224,7 @@ def _streams(
     """Stream before each layer and after the last, with the z of masked heads replaced by zeros."""
     yield stream
     for number in range(weights.n_layers):
-        layer = _Layer(weights, number, attend, last)
+        layer = Layer(weights, number, attend, last)
         z = layer.z(stream)
         if masked and number in masked:
             z = mask_z(z, heads=masked[number], value=None)
@@ -228,103 +238,10 @@ def _after(n_layers: int, streams: Iterator[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
-    weights: Weights
-    number: int
-    attend: Attend
-    last: slice
-    """Positions that are read after the last layer."""
-
-    def named(self, name: str) -> Tensor | None:
-        """A weight of this layer; None if the model does not have it."""
-        stacked = self.weights.tensors.get(name)
-        return None if stacked is None else stacked[self.number]
-
-    @cached_property
-    def rows(self) -> slice:
-        """Positions that later computation reads."""
-        return self.last if self.number == self.weights.n_layers - 1 else ALL
-
-    def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
-        """Weighted averages of the heads' values, at the rows."""
-        model, scale = self.weights.model, self.weights.scale
-        read = self._read(stream)
-        if self.rows == ALL:
-            q, k, v = self._projected(read, "QKV")
-        else:
-            (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
-        first, _, step = self.rows.indices(k.shape[1])
-        q = scale * turned_by_position(q, model, first=first, step=step)
-        k = turned_by_position(k, model)
-        if not model.recurrent:
-            return self.attend(q, k, v, model, self.rows)
-        n_written = written_before(stream.shape[1], model)[self.rows]
-        return self._memory(k, v, read).read(q, n_written)
-
-    def z_beside(
-        self, asking: Float[Tensor, "batch row d_model"], pairs: Float[Tensor, "batch key d_model"]
-    ) -> Float[Tensor, "batch row head d"]:
-        """Outputs of the heads of a recurrent layer for queries beside the pairs: query n reads the state after n pairs."""
-        (q,), read = self._projected(self._read(asking), "Q"), self._read(pairs)
-        k, v = self._projected(read, "KV")
-        return self._memory(k, v, read).read(self.weights.scale * q, range(asking.shape[1]))
-
-    def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
-        """Stream as the heads read it."""
-        return self._normed("ln1", stream) if self.weights.model.norm == "before" else stream
-
-    def _memory(self, k: Keys, v: Keys, read: Tensor) -> Memory:
-        """Writes of the tokens into the states of a recurrent layer."""
-        gates = {name: self.named(f"attn.{name}") for name in GATE_TENSORS}
-        own = {name: tensor for name, tensor in gates.items() if tensor is not None}
-        return memory_of(self.weights.model.score, k, v, read, own)
-
-    def written(
-        self, z: Float[Tensor, "batch row head d"], heads: Sequence[int] | None = None
-    ) -> Float[Tensor, "batch row d_model"]:
-        """Sum of the heads' outputs and the bias; of some heads: without the bias."""
-        W_O = self.weights.W_O[self.number]
-        if heads is not None:
-            return z[:, :, heads].flatten(2) @ W_O[heads].flatten(0, 1)
-        return affine(z.flatten(2), W_O.flatten(0, 1), self.named("attn.b_O"))
-
-    def after(
-        self, stream: Float[Tensor, "batch pos d_model"], added: Float[Tensor, "batch row d_model"]
-    ) -> Float[Tensor, "batch row d_model"]:
-        """Stream after the layer, from the stream before it and the sum of its heads' outputs."""
-        model = self.weights.model
-        stream = stream[:, self.rows] + added
-        if model.norm == "after":
-            stream = self._normed("ln1", stream)
-        W_in, W_out = self.named("mlp.W_in"), self.named("mlp.W_out")
-        if W_in is None or W_out is None:
-            return stream
-        read = self._normed("ln2", stream) if model.norm in ("before", MLP_NORM) else stream
-        hidden = ACTIVATION_FUNCTIONS[model.activation](affine(read, W_in, self.named("mlp.b_in")))
-        stream = stream + affine(hidden, W_out, self.named("mlp.b_out"))
-        return self._normed("ln2", stream) if model.norm == "after" else stream
-
-    def _projected(self, read: Tensor, names: str) -> list[Float[Tensor, "batch pos head d"]]:
-        """Queries, keys or values of all heads, from one matrix product."""
-        heads = [getattr(self.weights, f"W_{name}")[self.number] for name in names]
-        biases = [b.flatten() for n in names if (b := self.named(f"attn.b_{n}")) is not None]
-        W = torch.cat([each.transpose(0, 1).flatten(1) for each in heads], dim=1)
-        b = torch.cat(biases) if biases else None
-        sizes = [each.shape[0] * each.shape[2] for each in heads]
-        split = affine(read, W, b).split(sizes, dim=-1)
-        return [own.unflatten(-1, (len(each), -1)) for own, each in zip(split, heads, strict=True)]
-
-    def _normed(self, norm: str, stream: Tensor) -> Tensor:
-        tensors = self.weights.tensors
-        w, b = tensors[f"{norm}.w"][self.number], tensors[f"{norm}.b"][self.number]
-        return normed(stream, w, b, self.weights.model)
-
-
-@dataclass(frozen=True, eq=False)
 class _Run:
     """Forward pass over a chunk of prompts, stored so that a masked pass can start at any layer."""
 
-    layers: list[_Layer]
+    layers: list[Layer]
     streams: list[Tensor]
     """Stream before each layer."""
     z: list[Tensor]
@@ -379,40 +296,10 @@ def _chunks(weights: Weights, prompts: Prompts) -> list[slice]:
     return chunks(len(prompts), together(pass_bytes(weights, length), what, most=most))
 
 
-def _run(layers: list[_Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:
+def _run(layers: list[Layer], stream: Float[Tensor, "batch pos d_model"]) -> _Run:
     streams, every_z, added = [stream], [], []
     for layer in layers:
         every_z.append(layer.z(streams[-1]))
         added.append(layer.written(every_z[-1]))
         streams.append(layer.after(streams[-1], added[-1]))
     return _Run(layers, streams[:-1], every_z, added)
-
-
-def _embedded(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch pos d_model"]:
-    tokens = tokens_of(prompts, weights.model, d_x=weights.d_x, d_y=weights.d_y)
-    return _read_in(weights, tokens)
-
-
-def _read_in(
-    weights: Weights, stream: Float[Tensor, "batch pos d_token"]
-) -> Float[Tensor, "batch pos d_model"]:
-    tensors = weights.tensors
-    if "W_read" in tensors:
-        hidden = affine(stream, tensors["W_read"], tensors.get("b_read"))
-        stream = ACTIVATION_FUNCTIONS[weights.model.activation](hidden)
-    if "W_in" in tensors:
-        stream = affine(stream, tensors["W_in"], tensors.get("b_in"))
-    positions = tensors.get("pos_embed.W_pos")
-    return stream if positions is None else stream + positions[: stream.shape[1]]
-
-
-def read_out(
-    weights: Weights, stream: Float[Tensor, "batch row d_model"]
-) -> Float[Tensor, "batch row d_y"]:
-    """The model's own read-out of a stream, last norm included."""
-    tensors, model = weights.tensors, weights.model
-    if model.final_norm:
-        stream = normed(stream, tensors["ln_final.w"], tensors["ln_final.b"], model)
-    if "unembed.W_U" not in tensors:
-        return stream[..., weights.d_x :]
-    return affine(stream, tensors["unembed.W_U"], tensors.get("unembed.b_U"))

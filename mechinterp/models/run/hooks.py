@@ -101,6 +101,31 @@ def stream(
     return torch.cat([hooked.activations(chunk, [name])[1][0] for chunk in chunks])
 
 
+def one_width(hooked: HookedPredictor, prompts: Prompts) -> bool:
+    """True if the stream has the same width before each layer and after the last."""
+    names = [hooked.stream_name(layer) for layer in range(hooked.n_layers + 1)]
+    _, streams = hooked.activations(prompts[:1], names)
+    return len({stream.shape[-1] for stream in streams}) == 1
+
+
+def predict_from(
+    hooked: HookedPredictor, prompts: Prompts, layer: int, at_query: Float[Tensor, "batch d_model"]
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions, with the stream at the query after `layer` layers set to the given one."""
+    name, place = hooked.stream_name(layer), query_positions(hooked, prompts)[layer]
+    parts = []
+    for rows in hooked.chunks(prompts, CHUNK):
+
+        def put(stream: Tensor, hook: object, own: Tensor = at_query[rows]) -> Tensor:
+            stream = stream.clone()
+            stream[:, place] = own.to(stream)
+            return stream
+
+        output = hooked.run(hooked.inputs(prompts[rows]), [(name, put)])
+        parts.append(hooked.prediction(output, prompts[rows]))
+    return torch.cat(parts)
+
+
 def query_streams(
     hooked: HookedPredictor, prompts: Prompts, layer: int
 ) -> Float[Tensor, "batch pos d_model"]:

@@ -295,6 +295,26 @@ class Predictor(ABC):
         self.require_layer(layer)
         return hooks.stream(self.hooked, prompts, layer).to(prompts.x.device)
 
+    def one_stream_width(self, prompts: Prompts) -> bool:
+        """True if the stream has the same width before each layer and after the last."""
+        return self._fast(prompts) is not None or hooks.one_width(self.hooked, prompts)
+
+    @torch.no_grad()
+    def predict_from(
+        self, prompts: Prompts, layer: int, at_query: Float[Tensor, "batch d_model"]
+    ) -> Float[Tensor, "batch d_y"]:
+        """Predictions, with the stream at the query after `layer` layers set to the given one, without gradients.
+
+        Raises:
+            ValueError: If the model has fewer layers, or the query's position is unknown.
+        """
+        self.require_layer(layer)
+        if (fast := self._fast(prompts)) is None:
+            predicted = hooks.predict_from(self.hooked, prompts, layer, at_query)
+        else:
+            predicted = general.predict_from(*fast, layer, at_query.to(fast[0].device))
+        return predicted.to(prompts.x.device)
+
     @torch.no_grad()
     def query_streams(self, prompts: Prompts, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """Stream after `layer` layers at the query, with each covariate in turn as the query; the prompt's own query is last.

@@ -14,6 +14,7 @@ from mechinterp.config import ExperimentConfig
 from mechinterp.config.model import tensor_shapes
 from mechinterp.icl.prompts import generator_for
 from mechinterp.memory import require_memory
+from mechinterp.models.recurrence import LARGEST_LOGIT
 from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.linear import stack_bytes
 from mechinterp.models.weights import Weights, by_layer, circuit_norms
@@ -21,9 +22,6 @@ from mechinterp.training.batches import largest_chunk
 from mechinterp.training.general.step import loss_and_gradients, loss_of, losses_at_every
 from mechinterp.training.run import Batch, TrainingRun, flattened, own, uniform
 from mechinterp.training.state import read_state, resumable, stored_origin
-
-_LARGEST_LOGIT = 40.0
-"""Logit of a gate that starts at 1, which is exactly 1 in float64."""
 
 
 def initial_deep_weights(config: ExperimentConfig) -> Weights:
@@ -60,7 +58,7 @@ def initial_deep_weights(config: ExperimentConfig) -> Weights:
             )
         elif name.endswith(".b_gate"):
             start = torch.tensor(model.gate_start, dtype=torch.float64, device="cpu")
-            tensors[name] = start.logit().clamp_max(_LARGEST_LOGIT).float().expand(shape).clone()
+            tensors[name] = start.logit().clamp_max(LARGEST_LOGIT).float().expand(shape).clone()
         elif name not in tensors:
             is_norm = name.endswith(".w")
             tensors[name] = (torch.ones if is_norm else torch.zeros)(
