@@ -262,3 +262,6 @@ def test_weights_beyond_all_bounds_give_no_warning():
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
     assert classify(huge, n_prompts=64).label in ("undetermined", "other")
+    trained = load("checkpoints/softmax-h2-s0").weights
+    large = trained.with_tensors({n: 1e30 * tensor for n, tensor in trained.tensors.items()})
+    assert classify(large, n_prompts=32).label == "undetermined"
