@@ -271,10 +271,7 @@ def test_weights_beyond_all_bounds_give_no_warning():
     assert classify(large, n_prompts=32).label == "undetermined"
 
 
-ANALYSES_OF_NAN = [
-    *("ablate", "probe", "p_probe", "compare_learners", "error_curve", "response"),
-    "local_learning_coefficient",
-]
+ANALYSES_OF_NAN = ["ablate", "probe", "p_probe", "compare_learners", "error_curve", "response"]
 
 
 @pytest.mark.parametrize("name", ANALYSES_OF_NAN)
