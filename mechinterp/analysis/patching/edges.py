@@ -24,11 +24,13 @@ from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
     COMPONENTS,
+    GraphPair,
     InputPair,
     Node,
     clean_and_corrupted,
     graph_of,
     layer_of,
+    pair_of_weights,
 )
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.config import TaskLike
@@ -36,10 +38,10 @@ from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum, resid_name
-from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import require_prompts
+from mechinterp.models.run.layer_edges import LayerEdges
 from mechinterp.models.run.linear_edges import EdgeMaps
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
@@ -196,21 +198,36 @@ def attribute_edges(
     predictor = predictor_of(source)
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
-    graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
+    weights = None if predictor.is_hooked else predictor.weights
+    if weights is not None and not _weights_suffice(weights, nodes):
+        weights = None
+    if weights is None:
+        graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
     drawn: dict = {"task": task, "n_prompts": n_prompts, "seed": seed}
     clean, corrupted = clean_and_corrupted(
         source, prompts, corrupted, analysis="attribute_edges", **drawn
     )
-    pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
-    return _effects_of(pair, None if predictor.is_hooked else predictor.weights, ig_steps)
+    if weights is not None:
+        pair = pair_of_weights(weights, clean, corrupted, metric=metric, nodes=nodes)
+        return _effects_of(pair, *_by_weights(pair, weights, ig_steps), ig_steps)
+    hooked_pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
+    effects = estimated_effects(hooked_pair, ig_steps), _patches(hooked_pair)
+    return _effects_of(hooked_pair, *effects, ig_steps)
 
 
-def _effects_of(pair: InputPair, weights: Weights | None, ig_steps: int) -> EdgeEffects:
-    """Effects of all edges, by maps of the tokens where the weights are those of a linear stack."""
-    if weights is not None and weights.model.stack == "linear":
-        estimate, patched = _by_maps(pair, weights, ig_steps)
-    else:
-        estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
+def _weights_suffice(weights: Weights, nodes: str) -> bool:
+    """True if the effects follow from the weights: no recurrent layers or MLPs among the nodes, and a graph with edges."""
+    model = weights.model
+    a_sum = model.norm != "after" and not model.recurrent
+    return a_sum and (
+        (nodes == "heads" and model.n_layers > 1) or (nodes == "all" and model.d_mlp is None)
+    )
+
+
+def _effects_of(
+    pair: GraphPair, estimate: np.ndarray, patched: np.ndarray, ig_steps: int
+) -> EdgeEffects:
+    """Effects of all edges from those for each prompt."""
     measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
@@ -227,6 +244,8 @@ def _checked_pair(
     hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None, nodes: str
 ) -> InputPair:
     """The model on both kinds of prompts; a hooked module must have a stream that sums its outputs, and gradients."""
+    from mechinterp.models.hooked.module import ModuleHooks  # loads TransformerLens
+
     if not isinstance(hooked.model, ModuleHooks):
         return InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
     query_positions(hooked, clean)
@@ -238,15 +257,18 @@ def _checked_pair(
 
 
 @torch.no_grad()
-def _by_maps(
-    pair: InputPair, weights: Weights, ig_steps: int
+def _by_weights(
+    pair: GraphPair, weights: Weights, ig_steps: int
 ) -> tuple[
     Float[np.ndarray, "prompt sender receiver"], Float[np.ndarray, "prompt sender receiver"]
 ]:
-    """Estimated and patched effects in a linear stack, for each prompt; NaN where there is no edge."""
-    maps, edges = EdgeMaps.of(weights, pair.clean, pair.corrupted), pair.edges
+    """Estimated and patched effects from the weights, for each prompt; NaN where there is no edge. A linear stack is a map
+    of its tokens."""
+    tokens, edges = (pair.clean, pair.corrupted), pair.edges
+    linear = weights.model.stack == "linear"
+    maps = EdgeMaps.of(weights, *tokens) if linear else LayerEdges(weights, *tokens)
     estimate, patched = (np.full((len(pair.clean), *edges.shape), np.nan) for _ in range(2))
-    full, gradients = pair.metric(maps.output), _map_estimates(pair, maps, ig_steps)
+    full, gradients = pair.metric(maps.output), _estimates_by_layer(pair, maps, ig_steps)
     places = [_place(node, weights.n_layers) for node in pair.receivers]
     for sender in progress(range(len(pair.senders)), "patching edges"):
         node = pair.senders[sender]
@@ -263,8 +285,8 @@ def _by_maps(
     return estimate, patched
 
 
-def _map_estimates(
-    pair: InputPair, maps: EdgeMaps, ig_steps: int
+def _estimates_by_layer(
+    pair: GraphPair, maps: EdgeMaps | LayerEdges, ig_steps: int
 ) -> dict[int, Float[Tensor, "sender part head batch"]]:
     """First-order effects by layer that reads, from gradients averaged over points between corrupted and clean prompts."""
     shares = _shares(ig_steps)
