@@ -343,6 +343,23 @@ def test_functions_of_prompts_are_sources():
     assert "linear in y: sum" in ridged.measured.tests
 
 
+def test_prompts_without_task_vectors_leave_sums_out_and_keep_the_law():
+    """`Prompts.from_arrays` of a model's own data has no beta: sums have no target, all other identities have one."""
+    model, known = gradient_descent_model([0.5, 0.3], d_x=3), TaskConfig(d_x=3, noise_var=0.0)
+    full = draw_prompts(known, 48, dtype=torch.float64)
+    bare = Prompts.from_arrays(full.x, full.y, full.x_query, full.y_query)
+    found, other = (name_algorithm(model, each, task=known) for each in (bare, full))
+    assert found.label == other.label == "gradient_descent"
+    assert other.measured.tests.keys() - found.measured.tests.keys() == {
+        "linear in x_query",
+        "linear in y: sum",
+    }
+    np.testing.assert_allclose(
+        found.scalars("gradient_descent"), other.scalars("gradient_descent"), rtol=1e-9
+    )
+    assert found.risks["double length"] == other.risks["double length"]
+
+
 def bayes(prompts: Prompts, levels: tuple[float, float], beta_var: float) -> Tensor:
     """Posterior mean under two noise variances that are equally likely."""
     x, y, query = prompts.x.double(), prompts.y.double(), prompts.x_query.double()
