@@ -18,6 +18,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
     relative_risk,
     squares,
 )
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.given import no_law
@@ -41,6 +42,10 @@ class Identity:
         independent part of what changes."""
         counts = np.ones(len(self.size)) if counts is None else counts
         return float((self.error @ counts) / (self.size @ counts) / 2)
+
+    def mismatch_sem(self) -> float:
+        """Standard error of `mismatch` over prompts."""
+        return float(ratio_and_sem(self.error, self.size)[1]) / 2
 
 
 def satisfies(learner: Algorithm, identity: str) -> bool:
