@@ -217,6 +217,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(
+    "law",
+    [
+        {"kind": "eigenvalues", "eigenvalues": (1.0, 1e200)},
+        {"kind": "eigenvalues", "eigenvalues": (1.0, 1e20), "scale": 1e20},
+        {"kind": "matrix", "matrix": ((1e200, 0.0), (0.0, 1e200))},
+    ],
+)
+def test_variances_of_coordinates_are_bounded(law: dict):
+    with refused(f"task.covariance.{law['kind']}", "at most 1e+30"):
+        CovarianceConfig(**law)
+
+
+@pytest.mark.parametrize(
     ("field", "base", "assignment"), CASES, ids=[each[-1][:45] for each in CASES]
 )
 def test_a_refusal_is_one_line_that_names_field_rule_and_value(

@@ -194,7 +194,7 @@ class Checkpoint(Run):
                 if any(name.startswith("model.") for name in settings)
             ]
             # Settings that may be wrong come first.
-            first = [f"assumed: {', '.join(assumed)}"] if assumed else []
+            first = [f"assumed for the model: {', '.join(assumed)}"] if assumed else []
             doubt = [self.doubt] if self.doubt else []
             origin = "; ".join([*first, *doubt, *settled, f"format {self.format}"])
         return f"{self._heads}, {kind}, {self.task.in_words}; {origin}"

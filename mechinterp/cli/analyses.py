@@ -18,6 +18,7 @@ from mechinterp.cli.options import (
     Request,
     add_command,
     argument,
+    keyword,
     new_app,
     option,
     reads_files,
@@ -61,18 +62,14 @@ def command_of(row: Mapping[str, Any]) -> Callable[..., None]:
                 within[each["name"]] = value
         show(row["named"], path, request, files, settings, over_steps=over_steps)
 
-    own = [Parameter("path", Parameter.KEYWORD_ONLY, annotation=PathArgument)]
+    own = [keyword("path", PathArgument, Parameter.empty)]
     own += [_parameter(each) for each in row["options"]]
-    own += [_keyword("over_steps", OverStepsOption, False)]
-    own += [_keyword(name, object, None) for name in ("request", "files")]
+    own += [keyword("over_steps", OverStepsOption, default=False)]
+    own += [keyword(name, object) for name in ("request", "files")]
     run.__signature__ = Signature(own)  # type: ignore[attr-defined]
     run.__name__ = row["name"].replace("-", "_")
     run.__doc__ = f"{row['text']} Example: mechinterp {row['name']} MODEL"
     return reads_files(device=True, request=True)(run)
-
-
-def _keyword(name: str, annotation: object, default: object) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def _parameter(each: Mapping[str, Any]) -> Parameter:
@@ -81,9 +78,7 @@ def _parameter(each: Mapping[str, Any]) -> Parameter:
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
     typed = list[kind] if each.get("several") else kind  # type: ignore[valid-type]
-    return _keyword(
-        each["name"], Annotated[typed | None, typer.Option(flag, help=each["help"])], None
-    )
+    return keyword(each["name"], Annotated[typed | None, typer.Option(flag, help=each["help"])])
 
 
 def analyse(

@@ -14,7 +14,7 @@ from mechinterp.cli.analyses import analyse, commands
 from mechinterp.cli.checkpoints import check, classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import add_command, new_app, option
-from mechinterp.cli.printing import TOO_LARGE, complain, is_out_of_memory, say
+from mechinterp.cli.printing import BROKEN_PIPE, TOO_LARGE, complain, is_out_of_memory, say
 from mechinterp.cli.scoring import score
 from mechinterp.cli.training import predict_jumps, sweep, train
 
@@ -59,10 +59,15 @@ def run() -> int:
         code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:  # by the argument parser
             stopped()
+    except SystemExit as ended:
+        # The argument parser exits by 1 only if the reader of its help has gone.
+        raise SystemExit(BROKEN_PIPE if ended.code == 1 else ended.code) from None
     except (ValueError, OSError) as error:
         from mechinterp.checkpoints.io.files import one_line
 
-        _fail(_with_next_step(one_line(error)))
+        help_failed = isinstance(error, OSError) and error.filename is None
+        where = "standard output: cannot be written ({})." if help_failed else "{}"
+        _fail(_with_next_step(where.format(one_line(error))))
     except Exception as error:
         if is_out_of_memory(error):
             _fail(f"{arguments[0]} {TOO_LARGE}")
@@ -92,7 +97,8 @@ def _with_value(message: str, error: Exception, arguments: list[str]) -> str:
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:
-            values.append(value if equals else following)
+            given = value if equals else following
+            values.append(given if given.strip() else repr(given))
     named = all(value in message for value in values)
     return message if named else f"{message.rstrip('.')}, got {', '.join(values)}."
 

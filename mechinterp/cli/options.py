@@ -149,12 +149,12 @@ def _typed(text: str) -> str | bool | int | float:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _keyword(name: str, default: object, annotation: object) -> Parameter:
-    """Option of a command, by name only."""
+def keyword(name: str, annotation: object, default: object = None) -> Parameter:
+    """Argument of a command, by name only."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-HINTS = [_keyword(hint.name, None, _hint_option(hint)) for hint in fields(Hints)]
+HINTS = [keyword(hint.name, _hint_option(hint)) for hint in fields(Hints)]
 VerboseOption = Annotated[
     bool,
     option(
@@ -279,9 +279,9 @@ def reads_files(
         request: True: also the options of `Request`, as its argument `request`.
     """
     shared = list(signature(Request).parameters.values()) if request else []
-    options = [*shared, *HINTS, _keyword("verbose", False, VerboseOption)]
+    options = [*shared, *HINTS, keyword("verbose", VerboseOption, default=False)]
     if device:
-        options.append(_keyword("device", "auto", DeviceOption))
+        options.append(keyword("device", DeviceOption, "auto"))
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

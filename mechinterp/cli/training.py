@@ -113,6 +113,7 @@ def sweep(
     from mechinterp.analysis.comparison import models_frame
     from mechinterp.checkpoints.io.files import printable
     from mechinterp.checkpoints.native.tables import write_own_table
+    from mechinterp.display import counted
     from mechinterp.report.bars import progress_bar
     from mechinterp.training import shards
     from mechinterp.training.run_folder import RESULTS
@@ -122,12 +123,7 @@ def sweep(
     if merge is not None:
         if (given := file or out or shard) is not None:
             raise ValueError(f"--merge stands alone, got {given} too.")
-        models, diverged = shards.merge_shards(merge)
-        write_own_table(merge / RESULTS, models_frame(models, merge, diverged=diverged))
-        shards.delete_shards(merge)
-        document = {"out": str(merge), "models": list(models), "diverged": dict(diverged)}
-        text = f"{printable(str(merge))}: {len(models)} models; results in {RESULTS}"
-        return answer(document, text, as_json=as_json)
+        return _merge(merge, as_json=as_json)
     if file is None or out is None:
         raise ValueError("sweep needs FILE.json and --out, or --merge OUT alone.")
     models, chosen = load_sweep(file), _engine(engine, address, device, memory)
@@ -139,8 +135,26 @@ def sweep(
     if models:  # a shard may have none
         write_own_table(out / RESULTS, models_frame(models, out, diverged=summary.diverged))
     require_no_divergence(models, out, summary)
-    text = f"{printable(str(out))}: {len(models)} models, mean loss {summary.loss:.4f}; results in {RESULTS}"
+    trained = f"{counted(len(models), 'model')}, mean loss {summary.loss:.4f}"
+    text = f"{printable(str(out))}: {trained}; results in {RESULTS}"
     answer(_document(summary, out), text, as_json=as_json)
+
+
+def _merge(folder: Path, *, as_json: bool) -> None:
+    """Make one run of the shards in a folder, and print its models."""
+    from mechinterp.analysis.comparison import models_frame
+    from mechinterp.checkpoints.io.files import printable
+    from mechinterp.checkpoints.native.tables import write_own_table
+    from mechinterp.display import counted
+    from mechinterp.training import shards
+    from mechinterp.training.run_folder import RESULTS
+
+    models, diverged = shards.merge_shards(folder)
+    write_own_table(folder / RESULTS, models_frame(models, folder, diverged=diverged))
+    shards.delete_shards(folder)
+    document = {"out": str(folder), "models": list(models), "diverged": dict(diverged)}
+    text = f"{printable(str(folder))}: {counted(len(models), 'model')}; results in {RESULTS}"
+    answer(document, text, as_json=as_json)
 
 
 def predict_jumps(

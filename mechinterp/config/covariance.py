@@ -77,6 +77,9 @@ class CovarianceConfig:
         rules.require("eigenvalues", positive, "must be positive numbers")
         holds = self.kind != "matrix" or _is_covariance(self.matrix)
         rules.require("matrix", holds, "must be a symmetric matrix with eigenvalues above 0")
+        for name, entries in (("eigenvalues", values), ("matrix", sum(self.matrix, ()))):
+            small = self.scale * max(entries, default=0.0) <= LARGEST_SETTING
+            rules.require(name, small, f"must be at most {LARGEST_SETTING:g}, times scale")
 
 
 def _is_covariance(matrix: tuple[tuple[float, ...], ...]) -> bool:

@@ -17,8 +17,6 @@ from mechinterp.display import counted
 from mechinterp.progress import Item, show_progress
 from mechinterp.training.run import OnLog, Progress
 
-"""Callback with the progress of a training."""
-
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:

@@ -65,14 +65,10 @@ def write_report(
     overwrite: bool = False,
     figures: str = "",
 ) -> Report:
-    """Write `out/index.html` and its CSV files, about a checkpoint or a module from `hook_module`, or about several
-    checkpoints side by side.
-
-    The page shows the results of `run_analysis`. For one attention layer these are the pattern, the circuits and the closest
-    learner; for any other model they are masking, pruning and probing.
+    """Write `out/index.html` and its CSV files, with the results of `run_analysis`.
 
     Args:
-        checkpoint: The model; several checkpoints of one layer of attention are compared.
+        checkpoint: A checkpoint or a module from `hook_module`; several checkpoints of one layer of attention are compared.
         analyses: Analyses to show: names in `ANALYSES`, "module:function", or functions; None: those that suit the
             model.
         prompts: Given prompts, for example from `Prompts.from_arrays`; None: prompts are drawn.
@@ -102,22 +98,16 @@ def write_report(
     require_free_folder(out, overwrite)
     if figures:
         require_format(Path(f"figure.{figures}"))
-    of_one = {"analyses": analyses, "prompts": prompts, "task": task}
     if isinstance(checkpoint, Sequence):
-        models = sorted(checkpoint, key=lambda each: natural(each.name))
-        _require_none(of_one, len(models))
-        name = f"Comparison of {counted(len(models), 'model')}"
-        about, loss = ", ".join(m.name for m in models), ""
-        number = DEFAULT_NUMBER if n_prompts is None else n_prompts
-        verdict, sections = _comparison(models, out, left_out or {}, number, seed)
+        _require_none({"analyses": analyses, "prompts": prompts, "task": task}, len(checkpoint))
+        contents = _comparison(checkpoint, out, left_out or {}, n_prompts, seed)
     elif not hasattr(checkpoint, "in_words"):
         raise ValueError(f"write_report needs a checkpoint, got a {type(checkpoint).__name__}.")
     else:
-        name, about = checkpoint.name, checkpoint.in_words
         with predictions_kept():
-            verdict, loss, sections = contents_of(
-                checkpoint, prompts, n_prompts, seed, analyses, task
-            )
+            of_one = contents_of(checkpoint, prompts, n_prompts, seed, analyses, task)
+        contents = (checkpoint.name, checkpoint.in_words, *of_one)
+    name, about, verdict, loss, sections = contents
     return write_page(
         out, name, about, verdict, sections, loss=loss, overwrite=overwrite, figures=figures
     )
@@ -131,10 +121,17 @@ def _require_none(options: Mapping[str, object], n_models: int) -> None:
 
 
 def _comparison(
-    models: Sequence[Checkpoint], out: Path, left_out: Mapping[str, str], n_prompts: int, seed: int
-) -> tuple[str, list[Section]]:
-    """Verdict on several models, and the sections of their page, with links to reports beside it."""
-    found = compare(models, n_prompts=n_prompts, seed=seed)
+    checkpoints: Sequence[Checkpoint],
+    out: Path,
+    left_out: Mapping[str, str],
+    n_prompts: int | None,
+    seed: int,
+) -> tuple[str, str, str, str, list[Section]]:
+    """Title of a page on several models, their names, the verdict, no loss, and sections with links to reports beside
+    the page."""
+    models = sorted(checkpoints, key=lambda each: natural(each.name))
+    number = DEFAULT_NUMBER if n_prompts is None else n_prompts
+    found = compare(models, n_prompts=number, seed=seed)
     beside = out.resolve().parent
     links = {
         each.name: f"../{quote(each.name)}/{PAGE_FILE}"
@@ -142,13 +139,14 @@ def _comparison(
         if to_html.files_of(beside / each.name / PAGE_FILE)
     }
     analysis, verdict = Analysis(compare, title="Settings and models"), found.verdict
-    prompts = f"{n_prompts} prompts for each label and {5 * n_prompts} for each loss, seed {seed}."
+    prompts = f"{number} prompts for each label and {5 * number} for each loss, seed {seed}."
     section = section_of("comparison", analysis, found, shown=[verdict], prompts=prompts)
     sections = [replace(section, links=links, unfolded=True)]
     if left_out:
         sections.append(_left_out(left_out))
         verdict += f" Left out: {len(left_out)} of {len(left_out) + len(models)}."
-    return verdict, sections
+    title = f"Comparison of {counted(len(models), 'model')}"
+    return title, ", ".join(each.name for each in models), verdict, "", sections
 
 
 def natural(name: str) -> list[Any]:

@@ -16,10 +16,11 @@ from mechinterp.analysis.result import Card, Finding, figures_of, sentences_of, 
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.modules.hooked import HookedModule
 from mechinterp.config import TaskLike
+from mechinterp.display import counted
 from mechinterp.icl.prompts import NoTaskVectorsError, Prompts
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.run.evaluation import require_prompts
-from mechinterp.models.run.n_prompts import least_number, require_number
+from mechinterp.models.run.n_prompts import least_number, require_number, usual_number
 from mechinterp.report.to_html import Section
 
 FIGURE_HEIGHT = 420
@@ -52,9 +53,10 @@ def contents_of(
         n_prompts = max(n_prompts, least_number(checkpoint))
 
     def result_of(name: str, analysis: Analysis) -> tuple[Finding, str]:
-        drawn_by, text = prompts_for(name, analysis, n_prompts, seed, prompts)
+        drawn_by = prompts_for(name, analysis, n_prompts, seed, prompts)
         law = task if "task" in analysis.options else None
-        return run_analysis(analysis.function, checkpoint, task=law, **drawn_by), text
+        result = run_analysis(analysis.function, checkpoint, task=law, **drawn_by)
+        return result, prompts_in_words(checkpoint, analysis, result, drawn_by)
 
     found: dict[str, tuple[Analysis, Finding, str]] = {}
     left_out: dict[str, list[str]] = {}
@@ -100,22 +102,43 @@ def _named_apart(name: str, section: Section, others: Iterable[Section]) -> Sect
 
 def prompts_for(
     name: str, analysis: Analysis, n_prompts: int | None, seed: int, prompts: Prompts | None
-) -> tuple[dict[str, Any], str]:
-    """Given prompts of an analysis, or their number and seed, as arguments and in words; slow
-    analyses use at most their default number, and an analysis over steps few."""
+) -> dict[str, Any]:
+    """Given prompts of an analysis, or their number and seed, as arguments; slow analyses use at
+    most their default number, and an analysis over steps few."""
     if not analysis.draws_prompts:
-        return {}, ""
+        return {}
     most = analysis.options["n_prompts"].default if analysis.many_runs else None
     if name.endswith(SUFFIX):
         most, n_prompts = N_STEP_PROMPTS, n_prompts or N_STEP_PROMPTS
     if prompts is not None and analysis.takes_prompts_as is not None:
-        given = prompts[:most]
-        texts = (f"{len(given)} given prompts", target_note(given))
-        return {"prompts": given}, f"{'. '.join(filter(None, texts))}."
+        return {"prompts": prompts[:most]}
     if n_prompts is None:
-        return {"seed": seed}, f"The usual number of prompts, seed {seed}."
-    number = min(n_prompts, most or n_prompts)
-    return {"seed": seed, "n_prompts": number}, f"{number} prompts, seed {seed}."
+        return {"seed": seed}
+    return {"seed": seed, "n_prompts": min(n_prompts, most or n_prompts)}
+
+
+def prompts_in_words(
+    checkpoint: Checkpoint | HookedModule,
+    analysis: Analysis,
+    result: Finding,
+    drawn_by: Mapping[str, Any],
+) -> str:
+    """Number of prompts of a result, and their seed or what is not known of them; empty if it used none.
+
+    Args:
+        drawn_by: Arguments of `prompts_for`.
+    """
+    if "prompts" in drawn_by:
+        given = drawn_by["prompts"]
+        texts = (counted(len(given), "given prompt"), target_note(given))
+        return f"{'. '.join(filter(None, texts))}."
+    if not drawn_by:
+        return ""
+    number = drawn_by.get("n_prompts") or getattr(result, "n_prompts", None)
+    if number is None:
+        default = analysis.options["n_prompts"].default
+        number = default if isinstance(default, int) else usual_number(checkpoint)
+    return f"{counted(number, 'prompt')}, seed {drawn_by['seed']}."
 
 
 def default_names(checkpoint: Checkpoint | HookedModule) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ def _columns(cells: Mapping[str, Sequence[str]]) -> list[str]:
         rows = [*zip(*padded, strict=True), *zip(*(cells[name] for name in block), strict=True)]
         lines += [
             "  ".join(
-                f"{cell:>{widths[name]}}" for cell, name in zip(row, block, strict=True)
+                f"{text:>{widths[name]}}" for text, name in zip(row, block, strict=True)
             ).rstrip()
             for row in rows
         ]

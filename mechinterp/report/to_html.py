@@ -19,6 +19,7 @@ from mechinterp.analysis.labels import ALGORITHM_LABELS, PATTERNS, TEXTS
 from mechinterp.analysis.number_format import cell
 from mechinterp.analysis.result import Card, Table
 from mechinterp.checkpoints.io.files import visible
+from mechinterp.display import counted
 from mechinterp.report.text import narrow, unbroken
 
 GLOSSARY: dict[str, str] = {
@@ -113,6 +114,7 @@ def page(
         "linked": _linked,
         "breakable": _breakable,
         "cell": cell,
+        "counted": counted,
     }
     return environment.get_template("page.html.jinja").render(
         name=visible(name),
@@ -172,8 +174,17 @@ def _drawn(figure: go.Figure) -> dict:
 
 
 def _least_width(figure: go.Figure) -> int:
-    """Smallest readable width in pixels of a figure with several columns; a narrower page scrolls."""
+    """Smallest readable width in pixels of a figure with several columns; a narrower page scrolls.
+
+    Columns with titles of their own at the y axis need twice the room.
+    """
     columns = len({axis.domain for axis in figure.select_xaxes()})
+    titled = {
+        figure.layout[axis.anchor.replace("x", "xaxis")].domain
+        for axis in figure.select_yaxes(lambda axis: axis.anchor and axis.title.text)
+    }
+    if len(titled) > 1:
+        return 90 + 230 * columns
     return 90 + 110 * columns if columns > 2 else 0
 
 

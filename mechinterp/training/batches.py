@@ -12,8 +12,12 @@ from mechinterp.memory import prompt_bytes
 
 BATCH_CHUNK_BYTES = 2**24
 """Random numbers per chunk of a batch, in bytes; at least one prompt is drawn. 16,710 prompts of the default task."""
-LANES = 32
-"""Number of prompts in a block of the compiled steps, which compute with one vector of numbers for all of them."""
+LANES = 16
+"""Number of prompts in a block of the compiled steps, which compute with one vector of numbers for all of them. At the
+default task a block, its attention weights and their gradients fit into a first-level cache of 32 KB."""
+WHOLE = 32
+"""The compiled steps add zero prompts up to a multiple of this number. It decides the order of their sums, and so the bits
+of a seed."""
 
 
 def batch_chunks(

@@ -109,6 +109,18 @@ def store_lanes(_context, array, index, value):
 
 
 @intrinsic
+def borrowed(_context, array):
+    """The same array without a count of references, which its rows would raise and lower; another array must own the memory."""
+
+    def code(context, builder, signature, arguments):
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        view.meminfo = ir.Constant(view.meminfo.type, None)
+        return view._getvalue()
+
+    return array(array), code
+
+
+@intrinsic
 def fill(_context, number):
     """Lanes that all contain the same number."""
     return lanes(lanes), lambda context, builder, signature, arguments: arguments[0]

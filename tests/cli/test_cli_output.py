@@ -21,16 +21,17 @@ from tests.conftest import CHECKPOINTS, Run
 
 H1 = CHECKPOINTS / "softmax-h1-s0"
 COMMAND = [sys.executable, "-m", "mechinterp", "classify", H1, "--n-prompts", "64"]
-INFO = [*COMMAND[:3], "info", H1]
+INFO, HELP = [*COMMAND[:3], "info", H1], [*COMMAND[:3], "--help"]
 REPORT = ("report", H1, "--n-prompts", 64, "--analysis", "circuits", "-q")
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_command_quietly():
+@pytest.mark.parametrize("command", [INFO, HELP], ids=("info", "help"))
+def test_a_reader_that_leaves_ends_the_command_quietly(command: list):
     # As `| head -1` does, before anything is written.
     reader, writer = os.pipe()
     os.close(reader)
-    ran = subprocess.run(INFO, stdout=writer, stderr=subprocess.PIPE, check=False)
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (BROKEN_PIPE, b"")
 
@@ -61,9 +62,10 @@ def test_what_an_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch, enco
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_full_standard_output():
+@pytest.mark.parametrize("command", [INFO, HELP], ids=("info", "help"))
+def test_a_full_standard_output(command: list):
     with open("/dev/full", "w") as full:
-        ran = subprocess.run(INFO, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     told = "mechinterp: standard output: cannot be written (No space left on device).\n"
     assert (ran.returncode, ran.stderr) == (2, told)
 

@@ -148,6 +148,13 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, monkeypatch, arguments,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_value_is_shown_in_quotes(run: Run, blank: str):
+    run("classify", "softmax-h1-s0", "--seed", blank).assert_refused(
+        "'--seed'", f"got {blank!r}. See"
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["classify softmax-h1-s0", "train softmax-h1 --out run"])
 def test_a_gpu_that_is_not_there_is_refused(run: Run, tmp_path: Path, monkeypatch, command: str):

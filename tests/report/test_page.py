@@ -19,6 +19,7 @@ from mechinterp.analysis.learners.compare import compare_learners
 from mechinterp.analysis.one_layer.classify import classify
 from mechinterp.checkpoints.checkpoint import Checkpoint, load, save
 from mechinterp.config import ExperimentConfig, ModelConfig, TaskConfig, TrainConfig, override
+from mechinterp.display import counted
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.models.constructions.one_layer import debiased_gradient_step, zero_head
 from mechinterp.models.heads import head_outputs
@@ -194,7 +195,7 @@ def test_every_linked_table_can_be_read(page: Page, trained: tuple[Checkpoint, P
     tables = {link: pd.read_csv(folder / link) for link in links}
     for link, table in tables.items():
         assert len(table) > 0
-        assert f"{link} ({len(table)} rows)" in page.text
+        assert f"{link} ({counted(len(table), 'row')})" in page.text
     assert unexplained_columns(folder / PAGE_FILE) == set()
     assert list(tables["ablation.csv"]["method"]) == [
         *("zero", "zero", "mean", "mean", "resample", "resample")

@@ -12,9 +12,14 @@ from mechinterp.config.model import NAMES
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
 from mechinterp.models.heads import head_outputs, stack
 from mechinterp.models.weights import Weights
-from mechinterp.training.batches import LANES
-from mechinterp.training.lanes import aligned, exponential, load_lanes, store_lanes
-from mechinterp.training.one_layer.kernel import set_weighted_sums, weighted_sum
+from mechinterp.training.batches import LANES, WHOLE
+from mechinterp.training.lanes import aligned, exponential, fill, load_lanes, store_lanes
+from mechinterp.training.one_layer.kernel import (
+    eight_products_with,
+    product_with,
+    set_weighted_sums,
+    weighted_sum,
+)
 from mechinterp.training.one_layer.step import (
     by_tensors,
     initial_weights,
@@ -98,7 +103,7 @@ def test_kernel_equals_the_tensor_operations(score: str, d_y: int):
     assert not gradients.W_O[..., : task.d_x].any()
 
 
-@pytest.mark.parametrize("n_prompts", [1, LANES - 1, LANES, LANES + 1, 3 * LANES])
+@pytest.mark.parametrize("n_prompts", [1, LANES - 1, LANES, LANES + 1, WHOLE + 1, 3 * WHOLE])
 def test_batches_need_not_fill_their_blocks(n_prompts: int):
     task = TaskConfig(d_x=3, context_length=5)
     assert_equals_float64(stack(some_models(task)), some_prompts(task, n_prompts))
@@ -156,7 +161,7 @@ def sums_one_by_one(values, context, sums):
         store_lanes(sums, m, weighted_sum(values, context, d_model, m))
 
 
-@pytest.mark.parametrize("d_model", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("d_model", [2, 3, 4, 6, 8, 13])
 def test_sums_side_by_side_have_the_bits_of_sums_one_by_one(d_model: int):
     random = np.random.default_rng(d_model)
     weights, tokens = random.normal(size=(11, 1, LANES)), random.normal(size=(11, d_model, LANES))
@@ -168,6 +173,57 @@ def test_sums_side_by_side_have_the_bits_of_sums_one_by_one(d_model: int):
     exact, size = (weights * tokens).sum(0), np.abs(weights * tokens).sum(0)
     rounding = 12 * np.finfo(np.float32).eps * size  # 11 products and sums, and rounded inputs
     assert (np.abs(sums.reshape(d_model, LANES) - exact) < rounding).all()
+
+
+@njit
+def products_one_by_one(factors, context, products):
+    for pair in range(products.size // LANES):
+        store_lanes(products, pair, product_with(factors, context, pair, fill(0.5)))
+
+
+@njit
+def eight_products(factors, context, products):
+    for k, product in enumerate(eight_products_with(factors, context, 1, fill(0.5))):
+        store_lanes(products, k, product)
+
+
+@pytest.mark.parametrize("d_model", [2, 5, 6])
+def test_eight_products_have_the_bits_of_products_one_by_one(d_model: int):
+    random = np.random.default_rng(d_model)
+    factors, tokens = (
+        random.normal(size=(1, d_model, LANES)),
+        random.normal(size=(9, d_model, LANES)),
+    )
+    flat = [each.astype(np.float32).ravel() for each in (factors, tokens)]
+    eight, one_by_one = np.empty(8 * LANES, np.float32), np.empty(9 * LANES, np.float32)
+    eight_products(*flat, eight)
+    products_one_by_one(*flat, one_by_one)
+    np.testing.assert_array_equal(eight, one_by_one[LANES:])
+    exact, size = 0.5 + (factors * tokens).sum(1), 0.5 + np.abs(factors * tokens).sum(1)
+    rounding = (d_model + 2) * np.finfo(np.float32).eps * size
+    assert (np.abs(one_by_one.reshape(9, LANES) - exact) < rounding).all()
+
+
+def lane_by_lane(numbers: np.ndarray) -> np.float32:
+    """Sum of WHOLE numbers, halves added to halves."""
+    while len(numbers) > 1:
+        low, high = np.split(numbers, 2)
+        numbers = low + high
+    return numbers[0]
+
+
+def test_the_order_of_sums_over_prompts_is_that_of_whole_blocks():
+    """A model without heads that write predicts 0, so that its loss is a sum of squares, known to the last bit."""
+    task = TaskConfig(d_x=3, context_length=5)
+    (weights, *_), prompts = some_models(task), some_prompts(task, 100 * WHOLE)
+    # Squares of twelve bits are exact, so that only the order of the sums is left.
+    prompts = replace(prompts, y_query=(prompts.y_query.clamp(-3, 3) * 2**10).round() / 2**10)
+    silent = weights.without([(0, head) for head in range(weights.n_heads)])
+    loss, _ = loss_and_gradients(silent, prompts, membership([weights.n_heads]))
+    sums = np.zeros(WHOLE, np.float32)
+    for rows in prompts.y_query[:, 0].numpy().reshape(-1, WHOLE):
+        sums += rows**2
+    assert loss.item() == lane_by_lane(sums) * (np.float32(1) / np.float32(len(prompts)))
 
 
 @njit

@@ -216,21 +216,23 @@ def similarity(found: Frames) -> go.Figure:
 
 
 def symmetries(found: Frames) -> go.Figure:
-    """Mismatch of each symmetry beside the Bayes learner's."""
+    """Mismatch of each symmetry with its standard error, beside the Bayes learner's."""
     frame = found.of_output(found.symmetries)
     names = frame.symmetry.tolist()
 
     def cut(values: pd.Series) -> np.ndarray:
         return np.clip(values.to_numpy(dtype=float), LEAST_MISMATCH, MOST_MISMATCH)
 
-    groups = {"model": (cut(frame.mismatch), np.zeros(len(frame)))}
+    within = frame.mismatch.between(LEAST_MISMATCH, MOST_MISMATCH)
+    sem = frame.mismatch_sem.where(within, 0.0).to_numpy(dtype=float)
+    groups = {"model": (cut(frame.mismatch), sem)}
     if frame.bayes.notna().any():
         groups["Bayes"] = (cut(frame.bayes), np.zeros(len(frame)))
     figure = figures.bars(
         names, groups, title="Change of the predictions under symmetries", y_title="mismatch"
     )
     limits = [np.log10(LEAST_MISMATCH), np.log10(MOST_MISMATCH)]
-    figure.update_yaxes(type="log", range=limits)
+    figure.update_yaxes(type="log", dtick=1, exponentformat="power", range=limits)
     return figure
 
 

@@ -1,10 +1,12 @@
 """Effect of one pair on the weight of another: the order of the pairs."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
+from torch import Tensor
 
 from mechinterp.analysis.response.frames import Estimate
 from mechinterp.analysis.response.measures import in_coordinates
@@ -54,12 +56,9 @@ def order_of(
     shares: dict[str, list[np.ndarray]] = {"later": [], "earlier": []}
     slopes = np.zeros(len(size))
     squares = np.zeros((len(size), context))
-    for i in positions:
-        x = prompts.x.clone()
-        x[:, i] = prompts.x[:, i].roll(1, 0)
-        y = prompts.y.clone()
-        y[:, i, output] += ((x[:, i] - prompts.x[:, i]) * beta[:, i].to(x)).sum(1)
-        change = pair_weights(function, replace(prompts, x=x, y=y), output) - sample.a
+    for i in positions.tolist():
+        exchanged = _exchanged(prompts, beta, i, output)
+        change = pair_weights(function, exchanged, output) - sample.a
         own = moved.x[:, i]
         new = np.roll(own, 1, 0)
         product = (_through(moved, new) - _through(moved, own)) / context**2
@@ -83,17 +82,26 @@ def order_of(
     weight = sample.sums(u * sample.a)
     unit = sample.sums(u**2)
 
-    def eta_of(
-        slopes: np.floating, squares: np.ndarray, weight: np.ndarray, unit: np.ndarray
-    ) -> float:
-        # A delta rule changes a_j by -eta / (1 - eta) L c_j times <q, x_i> <x_i, x_j> / L^2.
-        c = context * weight / unit
-        rate = max(-float(slopes) / max(float((squares * c).sum()) * context, 1e-300), 0.0)
-        return rate / (1 + rate)
-
-    eta = jackknife(eta_of, slopes, squares, weight, unit)
+    eta = jackknife(partial(_eta, context=context), slopes, squares, weight, unit)
     frame = pd.concat(rows, ignore_index=True)
     return Order(frame, mean_size("later"), mean_size("earlier"), (float(eta[0]), float(eta[1])))
+
+
+def _exchanged(prompts: Prompts, beta: Tensor, pair: int, output: int) -> Prompts:
+    """The prompts with x of one pair from the prompt before, and its y at their own task vector and noise."""
+    x, y = prompts.x.clone(), prompts.y.clone()
+    x[:, pair] = prompts.x[:, pair].roll(1, 0)
+    y[:, pair, output] += ((x[:, pair] - prompts.x[:, pair]) * beta[:, pair].to(x)).sum(1)
+    return replace(prompts, x=x, y=y)
+
+
+def _eta(
+    slopes: np.floating, squares: np.ndarray, weight: np.ndarray, unit: np.ndarray, context: int
+) -> float:
+    """Step size of a delta rule, which changes a_j by -eta / (1 - eta) L c_j times <q, x_i> <x_i, x_j> / L^2."""
+    c = context * weight / unit
+    rate = max(-float(slopes) / max(float((squares * c).sum()) * context, 1e-300), 0.0)
+    return rate / (1 + rate)
 
 
 def _through(sample: PromptArrays, covariate: np.ndarray) -> Float[np.ndarray, "batch context"]:

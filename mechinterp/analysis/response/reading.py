@@ -231,8 +231,8 @@ def sentences(found: Frames) -> list[str]:
         rows = found.of_output(found.symmetries).set_index("symmetry").loc["rotation of x"]
         verb = "uses" if found.uses_sparsity else "does not use"
         texts.append(
-            f"It {verb} sparsity: a rotation of x changes {digits(rows.mismatch)} of its squared "
-            f"predictions, and {digits(rows.bayes)} of the Bayes learner's."
+            f"It {verb} sparsity: a rotation of x changes {with_error(rows.mismatch, rows.mismatch_sem)} of its "
+            f"squared predictions, and {digits(rows.bayes)} of the Bayes learner's."
         )
     disagreement = found.scalar("disagreement")[0]
     if disagreement > CLEAR_ERRORS:

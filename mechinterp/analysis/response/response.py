@@ -118,8 +118,6 @@ def response(
     of one pair on the weight of another, symmetries, and the part of f that is left.
 
     Args:
-        source: A checkpoint, a hooked model or module, weights, or a function of prompts.
-        prompts: Given prompts; None draws them.
         task: Law of the prompts; None means the model's own.
         layers: True: also the filter after each layer, by the model's own read-out.
         by: "gradient" projects df/dy, which is exact if y given x is Gaussian; "predictions" projects
@@ -145,11 +143,8 @@ def response(
         ('no interaction', [0.8])
     """
     _require_arguments(by, coordinates, trim)
-    prompts, law = prompts_and_law(
-        source, prompts, analysis="response", task=task, n_prompts=n_prompts, seed=seed
-    )
-    prompts = _trimmed(prompts, trim)
-    setting = Measuring.of(source, prompts, law, by, coordinates, layers, seed)
+    setting = _setting(source, prompts, task, n_prompts, seed, trim, by, coordinates, layers)
+    prompts = setting.prompts
     outputs = [measured(setting, output) for output in range(prompts.y.shape[2])]
     frames = _joined([each.frames for each in outputs])
     return Response(
@@ -159,11 +154,12 @@ def response(
         coordinates=outputs[0].root,
         context_length=prompts.x.shape[1],
         n_prompts=len(prompts),
-        uses_sparsity=reading.uses_sparsity(law, frames["symmetries"]),
+        uses_sparsity=reading.uses_sparsity(setting.law, frames["symmetries"]),
         notes=tuple(dict.fromkeys(note for each in outputs for note in each.notes)),
     )
 
 
+@torch.inference_mode(False)
 def kind_frames(
     source: Source | Learner,
     prompts: Prompts | None = None,
@@ -184,15 +180,30 @@ def kind_frames(
         >>> reading.kind(kind_frames(learner, task=TaskConfig(d_x=3, context_length=12)))
         'no interaction'
     """
+    setting = _setting(source, prompts, task, n_prompts, seed, trim)
+    _, context_length, n_outputs = setting.prompts.y.shape
+    frames = _joined([measured_for_kind(setting, output) for output in range(n_outputs)])
+    return KindFrames(
+        **frames, sums_follow_law=setting.sums_follow_law, context_length=context_length
+    )
+
+
+def _setting(
+    source: Source | Learner,
+    prompts: Prompts | None,
+    task: TaskLike | None,
+    n_prompts: int,
+    seed: int,
+    trim: float,
+    by: str = "auto",
+    coordinates: str | Float[np.ndarray, "d_x d_x"] | None = "auto",
+    layers: bool = False,
+) -> Measuring:
+    """Model, prompts and settings of a response."""
     prompts, law = prompts_and_law(
         source, prompts, analysis="response", task=task, n_prompts=n_prompts, seed=seed
     )
-    prompts = _trimmed(prompts, trim)
-    setting = Measuring.of(source, prompts, law, "auto", "auto", layers=False, seed=seed)
-    frames = _joined([measured_for_kind(setting, n) for n in range(prompts.y.shape[2])])
-    return KindFrames(
-        **frames, sums_follow_law=setting.sums_follow_law, context_length=prompts.x.shape[1]
-    )
+    return Measuring.of(source, _trimmed(prompts, trim), law, by, coordinates, layers, seed)
 
 
 def _require_arguments(by: str, coordinates: object, trim: float) -> None:

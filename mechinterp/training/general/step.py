@@ -25,7 +25,7 @@ from mechinterp.models.layers import is_normalised, pattern_and_slope
 from mechinterp.models.run.attend import Keys, Queries, attend_by_patterns
 from mechinterp.models.run.general import predict_deep, predictions_at_every
 from mechinterp.models.weights import Weights
-from mechinterp.training.batches import LANES
+from mechinterp.training.batches import LANES, WHOLE
 
 _Heads = Float[Tensor, "head feature row prompt"]
 _KeyRows = Float[Tensor, "key_head feature key_row prompt"]
@@ -345,7 +345,7 @@ def _is_compiled(score: str, like: Tensor) -> bool:
 
 def _block_of(score: str, like: Tensor) -> int:
     """Number of prompts in a block; the number of prompts is padded to a multiple of it."""
-    return LANES if _is_compiled(score, like) else 1
+    return WHOLE if _is_compiled(score, like) else 1
 
 
 def _product(left: Tensor, right: Tensor, *, add_to: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 The scores, pattern and average of a head and their gradients are numbers per prompt, so all arithmetic runs over vectors
 of LANES prompts. A block of contexts stays in the L1 cache while every head reads it. No sum runs over heads of
-different models, so a model gets the same bits in any pack.
+different models, so a model gets the same bits in any pack. Sums over pairs are in the order of the pairs, and blocks take
+turns with two sums, whatever is computed side by side.
 
 Importing this module compiles it, or loads the compiled code of an earlier import.
 """
@@ -11,10 +12,11 @@ Importing this module compiles it, or loads the compiled code of an earlier impo
 import numpy as np
 from numba import types
 
-from mechinterp.training.batches import LANES
+from mechinterp.training.batches import LANES, WHOLE
 from mechinterp.training.lanes import (
     aligned,
     aligned_zeros,
+    borrowed,
     compiled,
     exponential,
     fill,
@@ -58,6 +60,33 @@ def context_block(x, y, first, block):
 
 
 @compiled()
+def product_with(factors, context, pair, start):
+    """start + sum_m factor_m token_m for one pair."""
+    n = factors.size // LANES
+    for m in range(n):
+        start = start + load_lanes(factors, m) * load_lanes(context, pair * n + m)
+    return start
+
+
+@compiled()
+def eight_products_with(factors, context, pair, start):
+    """`product_with` for eight pairs at a time, so that each factor is loaded once for them."""
+    n = factors.size // LANES
+    s0, s1, s2, s3, s4, s5, s6, s7 = start, start, start, start, start, start, start, start
+    for m in range(n):
+        factor, index = load_lanes(factors, m), pair * n + m
+        s0 = s0 + factor * load_lanes(context, index)
+        s1 = s1 + factor * load_lanes(context, index + n)
+        s2 = s2 + factor * load_lanes(context, index + 2 * n)
+        s3 = s3 + factor * load_lanes(context, index + 3 * n)
+        s4 = s4 + factor * load_lanes(context, index + 4 * n)
+        s5 = s5 + factor * load_lanes(context, index + 5 * n)
+        s6 = s6 + factor * load_lanes(context, index + 6 * n)
+        s7 = s7 + factor * load_lanes(context, index + 7 * n)
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@compiled()
 def score_block(QK, query, context, keys, scores):
     """Scores x_query QK (x_l, y_l)^T; returns the largest score of each prompt."""
     d_x, d_model = QK.shape
@@ -66,11 +95,14 @@ def score_block(QK, query, context, keys, scores):
         for i in range(d_x):
             key = key + load_lanes(query, i) * QK[i, m]
         store_lanes(keys, m, key)
-    peak = fill(-np.inf)
-    for pair in range(scores.size // LANES):
-        score = fill(0.0)
-        for m in range(d_model):
-            score = score + load_lanes(keys, m) * load_lanes(context, pair * d_model + m)
+    peak, length = fill(-np.inf), scores.size // LANES
+    in_eights = length - length % 8
+    for pair in range(0, in_eights, 8):
+        for k, score in enumerate(eight_products_with(keys, context, pair, fill(0.0))):
+            store_lanes(scores, pair + k, score)
+            peak = larger(score, peak)
+    for pair in range(in_eights, length):
+        score = product_with(keys, context, pair, fill(0.0))
         store_lanes(scores, pair, score)
         peak = larger(score, peak)
     return peak
@@ -128,15 +160,32 @@ def three_weighted_sums(values, context, d_model, m):
 
 
 @compiled()
+def six_weighted_sums(values, context, d_model, m):
+    """Weighted sums of entries m to m + 5."""
+    s0, s1, s2, s3, s4, s5 = fill(0.0), fill(0.0), fill(0.0), fill(0.0), fill(0.0), fill(0.0)
+    for pair in range(values.size // LANES):
+        weight, index = load_lanes(values, pair), pair * d_model + m
+        s0 = s0 + weight * load_lanes(context, index)
+        s1 = s1 + weight * load_lanes(context, index + 1)
+        s2 = s2 + weight * load_lanes(context, index + 2)
+        s3 = s3 + weight * load_lanes(context, index + 3)
+        s4 = s4 + weight * load_lanes(context, index + 4)
+        s5 = s5 + weight * load_lanes(context, index + 5)
+    return s0, s1, s2, s3, s4, s5
+
+
+@compiled()
 def set_weighted_sums(values, context, sums):
     """Weighted sum over the pairs of every entry of the tokens, [d_model]."""
     d_model = sums.size // LANES
+    in_sixes = d_model - d_model % 6
+    for m in range(0, in_sixes, 6):
+        for k, weighted in enumerate(six_weighted_sums(values, context, d_model, m)):
+            store_lanes(sums, m + k, weighted)
     in_threes = d_model - d_model % 3
-    for m in range(0, in_threes, 3):
-        first, second, third = three_weighted_sums(values, context, d_model, m)
-        store_lanes(sums, m, first)
-        store_lanes(sums, m + 1, second)
-        store_lanes(sums, m + 2, third)
+    for m in range(in_sixes, in_threes, 3):
+        for k, weighted in enumerate(three_weighted_sums(values, context, d_model, m)):
+            store_lanes(sums, m + k, weighted)
     for m in range(in_threes, d_model):
         store_lanes(sums, m, weighted_sum(values, context, d_model, m))
 
@@ -145,11 +194,13 @@ def set_weighted_sums(values, context, sums):
 def add_QK_gradient(slopes, centre, context, query, d_averaged, d_key, d_QK):
     """Add one block's part of the gradient in QK, lanes [d_x, d_model]; `slopes` becomes the gradient in the scores."""
     # dp_i/ds_k = slope_k (1[i = k] - p_i): `centre` is sum_i p_i reading_i, and 0 in linear attention.
-    d_model = d_averaged.size // LANES
-    for pair in range(slopes.size // LANES):
-        value = fill(0.0) - centre
-        for m in range(d_model):
-            value = value + load_lanes(d_averaged, m) * load_lanes(context, pair * d_model + m)
+    d_model, length, start = d_averaged.size // LANES, slopes.size // LANES, fill(0.0) - centre
+    in_eights = length - length % 8
+    for pair in range(0, in_eights, 8):
+        for k, value in enumerate(eight_products_with(d_averaged, context, pair, start)):
+            store_lanes(slopes, pair + k, value * load_lanes(slopes, pair + k))
+    for pair in range(in_eights, length):
+        value = product_with(d_averaged, context, pair, start)
         store_lanes(slopes, pair, value * load_lanes(slopes, pair))
     set_weighted_sums(slopes, context, d_key)
     for i in range(query.size // LANES):
@@ -194,15 +245,15 @@ def scale_block(block, factor):
 
 
 @compiled()
-def block_gradients(context, query, target, QK, OV, slots, score, slope, squares, d_QK, d_OV):
+def block_gradients(block, circuits, slots, score, slope, scratch, squares, d_circuits):
     """Add one block's part to each model's squared error and, without their common factor, to its gradients."""
-    n_heads, d_model, d_y = OV.shape
-    n_slots, size = slots.shape[1], context.size // d_model
-    values = aligned(n_slots * size).reshape(n_slots, size)
-    slopes = values if score == _SOFTMAX else aligned(n_slots * size).reshape(n_slots, size)
-    averaged = aligned(n_slots * d_model * LANES).reshape(n_slots, d_model * LANES)
-    inverses, error = aligned(n_slots * LANES), aligned(d_y * LANES)
-    keys, d_keys = aligned(d_model * LANES), aligned(d_model * LANES)
+    context, query, target = borrowed(block[0]), borrowed(block[1]), borrowed(block[2])
+    QK, OV = borrowed(circuits[0]), borrowed(circuits[1])
+    d_QK, d_OV = borrowed(d_circuits[0]), borrowed(d_circuits[1])
+    values, slopes, averaged = borrowed(scratch[0]), borrowed(scratch[1]), borrowed(scratch[2])
+    inverses, error = borrowed(scratch[3]), borrowed(scratch[4])
+    keys, d_keys = borrowed(scratch[5]), borrowed(scratch[6])
+    n_heads, d_y, n_slots = OV.shape[0], OV.shape[2], slots.shape[1]
     for model in range(slots.shape[0]):
         for n in range(d_y):
             store_lanes(error, n, fill(0.0) - load_lanes(target, n))
@@ -233,28 +284,45 @@ def circuit_gradients(x, y, x_query, y_query, QK, OV, slots, score, slope, loss,
     """Set the loss of every model, and its gradient in QK[:, :d_x] and OV."""
     batch, length, d_x = x.shape
     n_heads, d_model, d_y = OV.shape
+    n_slots, size = slots.shape[1], length * LANES
     context, query = aligned(length * d_model * LANES), aligned(d_x * LANES)
-    target, squares = aligned(d_y * LANES), aligned_zeros(1, loss.size)[0]
-    QK_sums, OV_sums = aligned_zeros(n_heads, d_x * d_model), aligned_zeros(n_heads, d_model * d_y)
-    for first in range(0, batch, LANES):
+    target, squares = aligned(d_y * LANES), aligned_zeros(2, loss.size)
+    QK_sums = aligned_zeros(2 * n_heads, d_x * d_model).reshape(2, n_heads, -1)
+    OV_sums = aligned_zeros(2 * n_heads, d_model * d_y).reshape(2, n_heads, -1)
+    values = aligned(n_slots * size).reshape(n_slots, size)
+    slopes = values if score == _SOFTMAX else aligned(n_slots * size).reshape(n_slots, size)
+    averaged = aligned(n_slots * d_model * LANES).reshape(n_slots, d_model * LANES)
+    inverses, error = aligned(n_slots * LANES), aligned(d_y * LANES)
+    keys, d_keys = aligned(d_model * LANES), aligned(d_model * LANES)
+    scratch = (values, slopes, averaged, inverses, error, keys, d_keys)
+    for first in range(0, -(-batch // WHOLE) * WHOLE, LANES):
+        turn = first // LANES % 2
         context_block(x, y, first, context)
         block_of(x_query, first, query)
         block_of(y_query, first, target)
         block_gradients(
-            context, query, target, QK, OV, slots, score, slope, squares, QK_sums, OV_sums
+            (context, query, target),
+            (QK, OV),
+            slots,
+            score,
+            slope,
+            scratch,
+            squares[turn],
+            (QK_sums[turn], OV_sums[turn]),
         )
     count = np.float32(batch * d_y)
     sum_lanes(squares, np.float32(1) / count, loss)
     for head in range(n_heads):
-        sum_lanes(QK_sums[head], np.float32(2) / count, d_QK[head].reshape(d_x * d_model))
-        sum_lanes(OV_sums[head], np.float32(2) / count, d_OV[head].reshape(d_model * d_y))
+        sum_lanes(QK_sums[:, head], np.float32(2) / count, d_QK[head].reshape(d_x * d_model))
+        sum_lanes(OV_sums[:, head], np.float32(2) / count, d_OV[head].reshape(d_model * d_y))
 
 
 @compiled()
-def sum_lanes(block, factor, sums):
-    """Sums over lanes, times factor."""
+def sum_lanes(blocks, factor, sums):
+    """Sums over two blocks and over lanes, times factor."""
+    first, second = blocks[0], blocks[1]
     for index in range(sums.size):
-        sums[index] = total(load_lanes(block, index)) * factor
+        sums[index] = total(load_lanes(first, index) + load_lanes(second, index)) * factor
 
 
 @compiled()

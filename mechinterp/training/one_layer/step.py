@@ -22,7 +22,7 @@ from mechinterp.memory import prompt_bytes
 from mechinterp.models.heads import attend_at_query, stack
 from mechinterp.models.layers import is_normalised
 from mechinterp.models.weights import Weights
-from mechinterp.training.batches import BATCH_CHUNK_BYTES, LANES
+from mechinterp.training.batches import BATCH_CHUNK_BYTES, WHOLE
 from mechinterp.training.run import Batch, TrainingRun, own, uniform, views
 
 LOGGED = ("omega", "mu", "qk_diagonal", "ov_last_entry")
@@ -375,7 +375,7 @@ def pack_bytes(models: Mapping[str, ExperimentConfig]) -> int:
     head = 4 * config.d_model * config.d_head
     n_rows = 2 + train.steps // train.log_every
     # Weights, gradients and Adam's moments, and the sums of the compiled step.
-    floats = n_heads * (8 * head + LANES * config.d_model * (task.d_x + task.d_y))
+    floats = n_heads * (8 * head + WHOLE * config.d_model * (task.d_x + task.d_y))
     # Snapshots exist twice: as trained, and by name with W_O in full width. While a model's snapshots are written, they exist
     # again as one tensor and as the bytes of the file. Rows of the history exist twice.
     named, most = 4 * config.d_model * config.d_head, max(c.model.n_heads for c in models.values())
