@@ -14,8 +14,9 @@ import pandas as pd
 from analyses.lib import Measured, checkpoint
 from mechinterp import local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
+from mechinterp.analysis.training.local_losses import population_loss
 from mechinterp.analysis.training.module_losses import predictor_loss
+from mechinterp.analysis.training.prompt_losses import prompts_loss
 from mechinterp.analysis.training.sampler import (
     NBETA,
     BatchLoss,
@@ -97,7 +98,7 @@ def gradient_of(name: str) -> dict[str, Any]:
     """Processor time of a gradient on prompts through the hooks and of training, and the rounding of the loss by float32."""
     model = checkpoint(name)
     prompts = sample_prompts(model, N_PROMPTS)
-    loss = prompts_loss(model, prompts)
+    loss = prompts_loss(model.weights, prompts)
     hooks = predictor_loss(model, prompts, weights="*")
     (exact,), (rounded,) = (
         each(loss.at[None])[0] for each in (loss.function, loss.in_float32 or loss.function)

@@ -14,6 +14,7 @@ from transformer_lens.tools.analysis.attribution_patching import (
     attribution_patch,
 )
 
+from mechinterp.analysis.patching.activations import patch_activations
 from mechinterp.analysis.patching.circuit import (
     areas,
     areas_and_sems,
@@ -22,10 +23,12 @@ from mechinterp.analysis.patching.circuit import (
 )
 from mechinterp.analysis.patching.edges import EdgeEffects, attribute_edges
 from mechinterp.analysis.patching.pairing import InputPair, clean_and_corrupted
+from mechinterp.analysis.result import tables_of
 from mechinterp.analysis.stats import rank_correlation, resampled
 from mechinterp.checkpoints.modules.hooked import hook_module
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts, draw_prompts, generator_for
+from mechinterp.models.constructions.descent import gradient_descent_model
 from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import predictor_of
 from tests.conftest import assert_close_to_rounding, refused
@@ -392,6 +395,26 @@ def test_no_circuit_is_nearer_to_the_model_than_the_model_itself():
     assert (found.faithfulness <= 1).all()
     assert found.cmd == pytest.approx(1 - found.cpr)
     assert found.cmd_sem == pytest.approx(found.cpr_sem)
+
+
+def test_on_prompts_that_no_edge_changes_faithfulness_is_not_defined():
+    found = circuit_faithfulness(gradient_descent_model([0.5, 0.0], d_x=4), n_prompts=8)
+    assert (found.distance == 0).all()
+    assert np.isnan(found.faithfulness).all()
+    assert np.isnan([found.cpr, found.cpr_sem, found.cmd, found.cmd_sem]).all()
+    assert "not defined" in repr(found)
+    found.plot()
+
+
+def test_effects_on_a_metric_of_ones_own_have_no_unit_and_no_distance():
+    pairs = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
+    for metric, unit in ((None, "y²"), (first_response, "")):
+        found = attribute_edges(two_heads(), pairs[0], corrupted=pairs[1], metric=metric)
+        table = tables_of("attribute_edges", found)["attribute_edges"]
+        assert (table.units["patched"], table.units["estimate"]) == (unit, unit)
+        assert ("y²" in found.sentences()[0]) == bool(unit)
+        one = patch_activations(two_heads(), *pairs, metric=metric)
+        assert tables_of("patch", one)["patch"].units["effect"] == unit
 
 
 def test_circuits_that_are_not_of_the_model_are_refused():

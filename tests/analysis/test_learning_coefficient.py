@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,17 @@ from torch import Tensor, nn
 from analyses.coefficients.sampler import heads_at, moments_of
 from mechinterp import hook_module, local_learning_coefficient, sample_prompts
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
+from mechinterp.analysis.training import local_losses
 from mechinterp.analysis.training.cost_of_chains import Cost
-from mechinterp.analysis.training.local_losses import population_loss, prompts_loss
-from mechinterp.analysis.training.minimum import FALL, fall_nearby, why_no_minimum
+from mechinterp.analysis.training.local_losses import population_loss
+from mechinterp.analysis.training.minimum import (
+    FALL,
+    fall_nearby,
+    lowest_nearby,
+    why_no_minimum,
+)
 from mechinterp.analysis.training.module_losses import module_loss, predictor_loss
+from mechinterp.analysis.training.prompt_losses import prompts_loss
 from mechinterp.analysis.training.sampler import (
     NBETA,
     Chains,
@@ -126,7 +134,7 @@ def test_the_loss_of_a_population_and_its_gradient_are_those_of_the_moments(
 def test_the_loss_on_prompts_and_its_gradient_are_those_of_the_model(name: str):
     checkpoint = load(CHECKPOINTS / name)
     prompts = draw_prompts(checkpoint.task, 16, seed=1, dtype=torch.float64)
-    loss = prompts_loss(checkpoint, prompts)
+    loss = prompts_loss(checkpoint.weights, prompts)
     value, gradient = loss.function(loss.at[None])
     expected = (checkpoint.predictor.run(prompts)[0] - prompts.y_query).square().mean().item()
     assert value[0] == pytest.approx(expected, rel=1e-4)
@@ -197,7 +205,7 @@ def test_the_gradient_on_mini_batches_is_that_of_the_loss_in_the_mean(name: str)
         loss = population_loss(heads, task_moments(task), task=task)
     else:
         prompts = draw_prompts(checkpoint.task, 64, seed=1)
-        loss = prompts_loss(checkpoint, prompts)
+        loss = prompts_loss(checkpoint.weights, prompts)
     points = np.repeat(loss.at[None], 100, axis=0)
     rows = loss.on_minibatch(points, 8, generator_for(0, "eval", 1))
     assert len(np.unique(rows, axis=0)) == 100
@@ -394,6 +402,16 @@ def test_ten_minutes_of_drawing_are_refused_or_with_stated_chains_told(monkeypat
     ]
     with refused("weights='B' (9 entries, about 2 minutes)"):
         slow(quadratic(1.0), long, stated=False, parts=tuple(parts))
+    fewer = replace(parts[1], over="16 prompts")
+    with refused("weights='B' on 16 prompts (9 entries, about 2 minutes)"):
+        slow(quadratic(1.0), long, stated=False, parts=(parts[0], fewer))
+
+
+def test_parts_of_the_weights_are_offered_on_fewer_and_fewer_prompts():
+    parts = local_losses.quick_parts(load(CHECKPOINTS / "garg-tiny-s0"), None, 60, 0)
+    sizes = [(part.sampled, part.over) for part in parts]
+    names = ("8192 entries: blocks.2.attn.W_*[0]", "64 entries: unembed.W_U")
+    assert sizes == [(name, f"{n} prompts") for n in (60, 15, 4) for name in names]
 
 
 def test_no_minimum_comes_before_the_cost(monkeypatch):
@@ -468,19 +486,84 @@ def test_draws_stay_in_float64_where_float32_would_round():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["garg-tiny-s0", "d4s1-linear-h1x5-l4-noise0.1-s0", "d8s2-softmax-h8x9-l3-noise0.1-s0"],
+    ("name", "pattern"),
+    [
+        *((name, "*") for name in ("garg-tiny-s0", "d4s1-linear-h1x5-l4-noise0.1-s0")),
+        *((name, "*") for name in ("d8s2-softmax-h8x9-l3-noise0.1-s0", "gla-h1-s0", "mesa-h1-s0")),
+        ("softmax-h2-s0", "blocks.0.attn.W_*[1]"),
+        ("linear-merged-s0", "blocks.0.attn.W_QK"),
+        ("garg-tiny-s0", ("blocks.1.attn.W_*[1]", "blocks.0.mlp.*", "pos_embed.*")),
+        ("d8s2-softmax-h8x9-l3-noise0.1-s0", ("unembed.W_U", "blocks.2.attn.W_V[7]")),
+    ],
 )
-def test_the_gradient_of_training_is_that_through_hooks(name: str):
+def test_the_gradient_of_training_is_that_through_hooks(name: str, pattern: str | tuple[str, ...]):
     checkpoint = load(CHECKPOINTS / name)
     prompts = sample_prompts(checkpoint, 8)
-    losses = prompts_loss(checkpoint, prompts), predictor_loss(checkpoint, prompts, weights="*")
-    (value, gradient), (expected, through_hooks) = (each.function(each.at[None]) for each in losses)
+    own = prompts_loss(checkpoint.weights, prompts, pattern)
+    hooks = predictor_loss(checkpoint, prompts, weights=pattern)
+    assert own.sampled == hooks.sampled
+    (value, gradient), (expected, through_hooks) = (
+        each.function(each.at[None]) for each in (own, hooks)
+    )
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     # The order of the entries differs.
-    np.testing.assert_allclose(
-        np.sort(gradient), np.sort(through_hooks), atol=1e-12 * np.abs(gradient).max()
+    scale = np.abs(gradient).max()
+    np.testing.assert_allclose(np.sort(gradient), np.sort(through_hooks), atol=1e-12 * scale)
+    np.testing.assert_array_equal(np.sort(own.at), np.sort(hooks.at))
+    # In float32 sums over a few hundred numbers are rounded to some 1e-6 of them.
+    for single in (own.in_float32, hooks.in_float32):
+        near, slope = single(own.at[None] if single is own.in_float32 else hooks.at[None])
+        np.testing.assert_allclose(near, value, rtol=1e-5)
+        np.testing.assert_allclose(np.sort(slope), np.sort(gradient), atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "through_hooks"),
+    [
+        ("garg-tiny-s0", None, False),
+        ("garg-tiny-s0", "blocks.0.attn.W_*[1]", False),
+        ("garg-tiny-s0", ("blocks.2.*", "W_in"), False),
+        ("garg-tiny-s0", ("blocks.2.*", "blocks.1.attn.W_Q", "unembed.*"), True),
+        ("d8s2-softmax-h8x9-l3-noise0.1-s0", "blocks.2.*", False),
+        ("softmax-h2-s0", "blocks.0.attn.W_V", False),
+    ],
+)
+def test_later_layers_with_norms_share_the_run_of_the_layers_before(
+    monkeypatch: pytest.MonkeyPatch, name: str, pattern: Any, *, through_hooks: bool
+):
+    for way in ("predictor_loss", "prompts_loss"):
+        monkeypatch.setattr(local_losses, way, lambda *_, way=way, **__: way)
+    checkpoint = load(CHECKPOINTS / name)
+    used = local_losses.loss_on(sample_prompts(checkpoint, 8), checkpoint, pattern)
+    assert used == ("predictor_loss" if through_hooks else "prompts_loss")
+
+
+def test_hooks_on_a_model_of_this_package_are_part_of_its_loss():
+    checkpoint = load(CHECKPOINTS / "softmax-h2-s0")
+    prompts = sample_prompts(checkpoint, 16)
+    model = checkpoint.model
+    model.add_hook("blocks.0.attn.hook_z", lambda z, hook: 2 * z, is_permanent=True)
+    loss = local_losses.loss_on(prompts, model)
+    expected = (predictor_of(model).predict(prompts) - prompts.y_query).square().mean().item()
+    assert loss.function(loss.at[None])[0].item() == pytest.approx(expected, rel=1e-5)
+    own = prompts_loss(checkpoint.weights, prompts)
+    assert own.function(own.at[None])[0].item() != pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_users")
+def test_one_layer_has_the_same_coefficient_by_draws_in_float32_and_in_float64():
+    checkpoint = load(CHECKPOINTS / "softmax-h1-s0")
+    loss = prompts_loss(checkpoint.weights, sample_prompts(checkpoint, 128))
+    at, _ = lowest_nearby(Tempered(loss, NBETA, 0.0), most=20_000)
+    loss = replace(loss, at=at)
+    single, double = (
+        local_learning_coefficient(replace(loss, in_float32=each), chains=SHORT)
+        for each in (loss.in_float32, None)
     )
+    assert single.is_minimum
+    assert double.is_minimum
+    assert abs(single.estimate - double.estimate) < 4 * np.hypot(single.sem, double.sem)
 
 
 def test_a_first_look_that_is_wrong_decides_nothing():
@@ -495,7 +578,7 @@ def test_a_first_look_that_is_wrong_decides_nothing():
 def test_several_layers_are_no_minimum_of_other_prompts_within_seconds():
     checkpoint = load(CHECKPOINTS / "d4s1-linear-h4x5-l4-noise0.1-s0")
     prompts = sample_prompts(checkpoint, 64, seed=1).to(torch.float64)
-    loss = prompts_loss(checkpoint, prompts)
+    loss = prompts_loss(checkpoint.weights, prompts)
     value, gradient = loss.function(loss.at[None])
     near, slope = loss.first_look(loss.at[None])
     # float32: 1e-7 of the numbers that are added.

@@ -6,7 +6,7 @@ sender writes on the clean prompts.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import groupby
 from typing import ClassVar
@@ -32,6 +32,7 @@ from mechinterp.analysis.patching.pairing import (
     layer_of,
     pair_of_weights,
 )
+from mechinterp.analysis.result import METRIC_UNIT
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
@@ -60,13 +61,14 @@ class EdgeEffects(Result):
     """Effects of edges: change of the prediction that one node causes through another."""
 
     COLUMNS: ClassVar = {
-        "estimate": "First-order effect of each edge, mean over prompts, in units of the metric; NaN if the receiver does not come after the sender.",
+        "estimate": "First-order effect of each edge, mean over prompts; NaN if the receiver does not come after the sender.",
         "estimate_sem": "Standard error of estimate over prompts.",
-        "patched": "Effect of each edge when it is patched, mean over prompts, in units of the metric.",
+        "patched": "Effect of each edge when it is patched, mean over prompts.",
         "patched_sem": "Standard error of patched over prompts.",
         "from": "Node that writes: the input, a head or an MLP.",
         "to": "Node that reads: the query, key or value of a head, an MLP or the output.",
     }
+    UNITS: ClassVar = {METRIC_UNIT: ("estimate", "patched")}
     ig_steps: int
     """Number of points between the corrupted and the clean prompts at which gradients are taken."""
     senders: tuple[str, ...]
@@ -84,6 +86,8 @@ class EdgeEffects(Result):
     total: float
     """Metric on the clean prompts minus metric on the corrupted prompts."""
     total_sem: float
+    unit: str = "y²"
+    """Unit of the metric; empty for a metric of the user's."""
 
     def __repr__(self) -> str:
         top = self.to_frame().iloc[0]
@@ -100,9 +104,12 @@ class EdgeEffects(Result):
             f"{edge['from']} to {edge['to']} ({with_error(edge['patched'], edge['patched_sem'])})"
             for edge in frame.head(3).to_dict("records")
         )
+        total = with_error(self.total, self.total_sem)
+        moved = f"The metric on the clean prompts minus that on the corrupted ones is {total}."
+        if self.unit:
+            moved = f"The corrupted prompts move the prediction by {total} {self.unit} (mean squared distance)."
         return [
-            f"The corrupted prompts move the prediction by {with_error(self.total, self.total_sem)} y² (mean squared "
-            f"distance). Largest effects of edges, each patched alone: {named}.",
+            f"{moved} Largest effects of edges, each patched alone: {named}.",
             f"Rank correlation of gradient estimates and patching over {len(frame)} edges: "
             f"{with_error(self.rank_correlation, self.rank_correlation_sem)}.",
         ]
@@ -141,7 +148,7 @@ class EdgeEffects(Result):
                 for name, column in (("estimated", "estimate"), ("patched", "patched"))
             },
             title="Effect of edges",
-            y_title="change of the metric",
+            y_title=f"change of the metric{f' ({self.unit})' if self.unit else ''}",
         )
 
 
@@ -209,10 +216,12 @@ def attribute_edges(
     )
     if weights is not None:
         pair = pair_of_weights(weights, clean, corrupted, metric=metric, nodes=nodes)
-        return _effects_of(pair, *_by_weights(pair, weights, ig_steps), ig_steps)
-    hooked_pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
-    effects = estimated_effects(hooked_pair, ig_steps), _patches(hooked_pair)
-    return _effects_of(hooked_pair, *effects, ig_steps)
+        found = _effects_of(pair, *_by_weights(pair, weights, ig_steps), ig_steps)
+    else:
+        hooked_pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
+        effects = estimated_effects(hooked_pair, ig_steps), _patches(hooked_pair)
+        found = _effects_of(hooked_pair, *effects, ig_steps)
+    return found if metric is None else replace(found, unit="")
 
 
 def _weights_suffice(weights: Weights, nodes: str) -> bool:

@@ -58,7 +58,8 @@ class Cost:
             if seconds < LONG:
                 entries, _, pattern = part.sampled.partition(": ")
                 takes = f"{entries}, about {math.ceil(seconds / 60)} minutes"
-                return f", or a part of the weights, such as weights={pattern!r} ({takes})"
+                fewer = "" if part.over == self.loss.over else f" on {part.over}"
+                return f", or a part of the weights, such as weights={pattern!r}{fewer} ({takes})"
         return ""
 
 

@@ -181,8 +181,8 @@ def local_learning_coefficient(
     """Local learning coefficient of a model or of any module, by Hamiltonian Monte Carlo.
 
     Linear attention trained on moments uses the exact loss of the population; other models use the
-    loss on `n_prompts` prompts, and a module the given loss. Models of several layers are drawn with
-    the loss in float32 where its rounding does not matter; descent is in float64.
+    loss on `n_prompts` prompts, and a module the given loss. Draws on prompts use the loss in
+    float32 where its rounding does not matter; descent is in float64.
 
     Args:
         source: A model, for example a saved step `checkpoint.at(1000)`; with `loss`, any PyTorch

@@ -11,19 +11,22 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.training.module_losses import ModuleLoss, module_loss, predictor_loss
-from mechinterp.analysis.training.sampler import PROMPT_CHAINS, BatchLoss, LocalLoss, Points
+from mechinterp.analysis.training.module_losses import (
+    ModuleLoss,
+    chosen_entries,
+    module_loss,
+    predictor_loss,
+)
+from mechinterp.analysis.training.prompt_losses import prompts_loss
+from mechinterp.analysis.training.sampler import BatchLoss, LocalLoss, Points
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.config import TaskConfig
 from mechinterp.display import counted
 from mechinterp.icl.prompts import Prompts, draw_prompts
-from mechinterp.memory import require_memory
 from mechinterp.models.run.evaluation import evaluation_prompts
-from mechinterp.models.run.general import pass_bytes
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
 from mechinterp.theory.learning_coefficient import (
@@ -32,10 +35,8 @@ from mechinterp.theory.learning_coefficient import (
     reachable_dimension,
 )
 from mechinterp.theory.linear import Heads, MergedHeads, Moments
-from mechinterp.training.general.step import loss_and_gradients as deep_loss
 from mechinterp.training.linear import flat_heads, unflatten
 from mechinterp.training.linear_models import sample_moments, task_moments
-from mechinterp.training.one_layer.step import by_tensors, membership
 
 
 def local_loss(
@@ -66,26 +67,48 @@ def local_loss(
             "sampled_heads needs linear attention trained on moments, got another model, prompts or weights."
         )
     drawn = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
-    if weights is None and isinstance(source, Checkpoint):
-        # The gradient of training is 150 times as fast for one layer as one through the hooks, and
-        # several times for others. A recurrent layer on tokens (x, y) has weights that nothing reads.
-        model = source.config.model
-        if model.trains_compiled or not model.reads_y_alone:
-            return prompts_loss(source, drawn)
-    return predictor_loss(source, drawn, weights=weights or "*")
+    return loss_on(drawn, source, weights)
+
+
+def loss_on(
+    prompts: Prompts, source: Source, weights: str | Sequence[str] | None = None
+) -> LocalLoss:
+    """Loss of a model on fixed prompts, with the faster gradient: that of training, or the one through the hooks.
+
+    Args:
+        weights: Patterns of the names of the sampled parameters; None means all.
+    """
+    predictor = predictor_of(source)
+    own = predictor.weights
+    if own is None or predictor.is_hooked or _is_late(own, weights):
+        return predictor_loss(source, prompts, weights=weights or "*")
+    return prompts_loss(own, prompts, weights)
+
+
+def _is_late(own: Weights, patterns: str | Sequence[str] | None) -> bool:
+    """True if nothing before the second layer of a model with norms or MLPs is sampled. The chains then share the run of
+    the layers before, which the gradient of training would repeat for each."""
+    if patterns is None or own.model.stack is not None or own.n_layers == 1:
+        return False
+    shapes = {name: tensor.shape for name, tensor in own.by_name.items()}
+    chosen = chosen_entries(shapes, [patterns] if isinstance(patterns, str) else patterns)
+    later = tuple(f"blocks.{layer}." for layer in range(1, own.n_layers))
+    return all(name.startswith(("unembed.", "ln_final.", *later)) for name in chosen)
 
 
 def quick_parts(
     source: Source, prompts: Prompts | None, n_prompts: int, seed: int
 ) -> Iterator[LocalLoss]:
-    """Losses of small parts of a model's weights on the same prompts: a head of the last layer, and the read-out."""
+    """Losses of small parts of a model's weights: a head of the last layer and the read-out, on all prompts, a quarter and a
+    sixteenth of them."""
     drawn = evaluation_prompts(source, prompts, n_prompts=n_prompts, seed=seed)
     hooked = predictor_of(source).hooked
     names = [name for name, _ in hooked.model.named_parameters()]
-    for name in (f"blocks.{hooked.n_layers - 1}.attn.W_*", "unembed.W_U"):
-        if any(fnmatchcase(own, name) for own in names):
-            pattern = f"{name}[0]" if "attn" in name else name
-            yield predictor_loss(source, drawn, weights=pattern)
+    for share in (1, 4, 16):
+        for name in (f"blocks.{hooked.n_layers - 1}.attn.W_*", "unembed.W_U"):
+            if any(fnmatchcase(own, name) for own in names):
+                some = drawn[: -(-len(drawn) // share)]
+                yield loss_on(some, source, f"{name}[0]" if "attn" in name else name)
 
 
 def is_trained_on_moments(source: object) -> TypeGuard[Checkpoint]:
@@ -180,74 +203,3 @@ def _on_fresh_prompts(
         sampled = sample_moments([batch], basis=np.eye(len(fixed)))
         rows.append(_of_moments(heads, sampled, fixed)(point[None])[1])
     return np.concatenate(rows)
-
-
-def prompts_loss(checkpoint: Checkpoint, prompts: Prompts) -> LocalLoss:
-    """Loss of a model on fixed prompts, with the gradient of training; of one layer of attention where training moves it."""
-    prompts = prompts.to(torch.float64)
-    weights = checkpoint.weights.to(torch.float64)
-    if weights.model.stack != "linear" and not weights.model.one_attention:
-        length = prompts.x.shape[1]
-        needed = len(prompts) * pass_bytes(weights, length)
-        require_memory(needed, f"a gradient on {len(prompts)} prompts of {length} pairs at once")
-    base = {name: tensor.numpy(force=True) for name, tensor in weights.tensors.items()}
-    free = {name: np.ones(values.shape, bool) for name, values in base.items()}
-    sampled = "all"
-    if weights.model.one_attention:
-        # Training moves neither the y rows of W_Q nor the x columns of W_O.
-        first, *others, last = (name.removeprefix("attn.") for name in free)
-        free[f"attn.{first}"][:, :, weights.d_x :] = False
-        free["attn.W_O"][..., : weights.d_x] = False
-        sampled = f"the x entries of {first}, and {', '.join(others)} and {last}"
-    at = np.concatenate([base[name][mask] for name, mask in free.items()])
-    ends = np.cumsum([int(mask.sum()) for mask in free.values()])[:-1]
-
-    def of(points: Points, prompts: Prompts) -> tuple[np.ndarray, Points]:
-        tensors = {}
-        parts = dict(zip(free, np.split(points, ends, axis=1), strict=True))
-        for name, values in base.items():
-            filled = np.repeat(values[None], len(points), axis=0)
-            if name in free:
-                filled[:, free[name]] = parts[name]
-            tensors[name] = torch.from_numpy(filled).to(prompts.x)
-        loss, gradients = _at_points(weights, tensors, prompts)
-        flat = [gradients[name].double().numpy()[:, mask] for name, mask in free.items()]
-        return loss.double().numpy(), np.concatenate(flat, axis=1)
-
-    def of_some(points: Points, n_prompts: int, generator: torch.Generator) -> Points:
-        rows = torch.randint(
-            len(prompts), (len(points), n_prompts), generator=generator, device=generator.device
-        )
-        pairs = zip(points, rows, strict=True)
-        return np.concatenate([of(point[None], prompts[chosen])[1] for point, chosen in pairs])
-
-    single = prompts.to(torch.float32)
-    quick = None if weights.model.one_attention else lambda points: of(points, single)
-    return LocalLoss(
-        lambda points: of(points, prompts),
-        at,
-        f"{at.size} entries: {sampled}",
-        f"{len(prompts)} prompts",
-        unknown="the loss on prompts is not a quadratic in one matrix",
-        remedy="; settle=True goes to a minimum on these prompts first",
-        on_minibatch=of_some,
-        chains=PROMPT_CHAINS,
-        first_look=quick,
-        in_float32=quick,
-    )
-
-
-def _at_points(
-    weights: Weights, tensors: dict[str, Tensor], prompts: Prompts
-) -> tuple[Float[Tensor, " point"], dict[str, Tensor]]:
-    """Loss and gradients of models whose tensors have a first axis for the points."""
-    n_points = len(next(iter(tensors.values())))
-    if weights.model.one_attention:  # heads of all points side by side
-        members = membership([weights.n_heads] * n_points)
-        flat = {name: tensor.transpose(0, 1).flatten(1, 2) for name, tensor in tensors.items()}
-        loss, back = by_tensors(weights.of_heads(flat), prompts, members)
-        parts = {name: t.unflatten(1, (n_points, -1)) for name, t in back.tensors.items()}
-        return loss, {name: part.transpose(0, 1) for name, part in parts.items()}
-    models = [weights.with_tensors({n: t[i] for n, t in tensors.items()}) for i in range(n_points)]
-    losses, backs = zip(*(deep_loss(model, prompts) for model in models), strict=True)
-    return torch.stack(losses), {n: torch.stack([b.tensors[n] for b in backs]) for n in tensors}

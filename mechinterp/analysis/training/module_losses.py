@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mechinterp.analysis.training.sampler import PROMPT_CHAINS, LocalLoss, Points
 from mechinterp.icl.prompts import Prompts
+from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.predictor import Source, predictor_of
 
 ModuleLoss = Callable[[nn.Module], Tensor]
@@ -52,11 +55,9 @@ def module_loss(
     patterns = [weights] if isinstance(weights, str) else list(weights)
     own = {name: p.detach() for name, p in module.named_parameters()}
     named = dict(zip(own, own, strict=True)) if names is None else names
-    chosen = _chosen({name: own[real].shape for name, real in named.items()}, patterns)
+    chosen = chosen_entries({name: own[real].shape for name, real in named.items()}, patterns)
     base = {name: own[named[name]] for name in chosen}
-    parts = {
-        name: base[name] if rows is None else base[name][rows] for name, rows in chosen.items()
-    }
+    parts = {name: sampled_rows(base[name], rows) for name, rows in chosen.items()}
     ends = np.cumsum([part.numel() for part in parts.values()])[:-1].tolist()
     at = torch.cat([part.flatten() for part in parts.values()])
     closure = _Closure(module, loss)
@@ -88,15 +89,24 @@ def module_loss(
 def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[str]) -> LocalLoss:
     """Mean squared error of a model on fixed prompts, as a function of some of its parameters.
 
-    Models of this package run in float64; a hooked module in its own precision, under the names
-    that its parameters have there.
+    Models of this package without hooks run in float64, and in float32 for draws; a hooked module in its own
+    precision, under the names that its parameters have there.
     """
     predictor = predictor_of(source)
     own = predictor.weights
-    if own is not None:
-        predictor = predictor_of(own.to(torch.float64))
-        prompts = prompts.to(torch.float64)
-    hooked = predictor.hooked
+    if own is None or predictor.is_hooked:
+        return _through_hooks(predictor.hooked, prompts, weights)
+    double, single = (
+        _through_hooks(predictor_of(own.to(dtype)).hooked, prompts.to(dtype), weights)
+        for dtype in (torch.float64, torch.float32)
+    )
+    return replace(double, first_look=single.function, in_float32=single.function)
+
+
+def _through_hooks(
+    hooked: HookedPredictor, prompts: Prompts, weights: str | Sequence[str]
+) -> LocalLoss:
+    """Mean squared error of a hooked model in its own precision."""
     model: Any = hooked.model
     inputs = hooked.inputs(prompts)
 
@@ -110,7 +120,7 @@ def predictor_loss(source: Source, prompts: Prompts, *, weights: str | Sequence[
         loss,
         weights=weights,
         over=f"{len(prompts)} prompts",
-        names=None if own is not None else model.parameter_names,
+        names=None if isinstance(model, ICLTransformer) else model.parameter_names,
     )
 
 
@@ -163,11 +173,19 @@ def _require_number(of_one: Callable[[Tensor], Tensor], at: Tensor) -> None:
         raise ValueError(f"loss must be the same at each call, got {found.item():g} and {again.item():g}; is a dropout in training mode?")  # fmt: skip
 
 
-def _chosen(shapes: Mapping[str, torch.Size], patterns: Sequence[str]) -> Chosen:
+def sampled_rows(parameter: Tensor, rows: list[int] | None) -> Tensor:
+    """Chosen entries of the first axis of a parameter; None means all."""
+    return parameter if rows is None else parameter[rows]
+
+
+def chosen_entries(shapes: Mapping[str, torch.Size], patterns: Sequence[str]) -> Chosen:
     """Parameters that match, in the order of the given shapes.
 
     Raises:
         ValueError: If a pattern matches nothing, or an entry does not exist.
+    Example:
+        >>> chosen_entries({"W_Q": torch.Size([2, 6]), "W_K": torch.Size([2, 6])}, ["W_K[1]"])
+        {'W_K': [1]}
     """
     chosen: Chosen = {}
     for pattern in patterns:
