@@ -142,7 +142,7 @@ def check(
         prompts,
         analysis="check",
         task=task,
-        n_prompts=n_prompts or N_LOSS_PROMPTS,
+        n_prompts=N_LOSS_PROMPTS if n_prompts is None else n_prompts,
         seed=seed,
     )
     predictor = predictor_of(model)

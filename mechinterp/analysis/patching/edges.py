@@ -6,7 +6,7 @@ sender writes on the clean prompts.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import groupby
 from typing import ClassVar
@@ -24,22 +24,25 @@ from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.pairing import (
     COMPONENTS,
+    GraphPair,
     InputPair,
     Node,
     clean_and_corrupted,
     graph_of,
     layer_of,
+    pair_of_weights,
 )
+from mechinterp.analysis.result import METRIC_UNIT
 from mechinterp.analysis.stats import estimates, mean_and_sem, rank_correlation, resampled
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum, resid_name
-from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.run.evaluation import require_prompts
+from mechinterp.models.run.layer_edges import LayerEdges
 from mechinterp.models.run.linear_edges import EdgeMaps
 from mechinterp.models.run.predictor import Source, predictor_of
 from mechinterp.models.weights import Weights
@@ -58,13 +61,14 @@ class EdgeEffects(Result):
     """Effects of edges: change of the prediction that one node causes through another."""
 
     COLUMNS: ClassVar = {
-        "estimate": "First-order effect of each edge, mean over prompts, in units of the metric; NaN if the receiver does not come after the sender.",
+        "estimate": "First-order effect of each edge, mean over prompts; NaN if the receiver does not come after the sender.",
         "estimate_sem": "Standard error of estimate over prompts.",
-        "patched": "Effect of each edge when it is patched, mean over prompts, in units of the metric.",
+        "patched": "Effect of each edge when it is patched, mean over prompts.",
         "patched_sem": "Standard error of patched over prompts.",
         "from": "Node that writes: the input, a head or an MLP.",
         "to": "Node that reads: the query, key or value of a head, an MLP or the output.",
     }
+    UNITS: ClassVar = {METRIC_UNIT: ("estimate", "patched")}
     ig_steps: int
     """Number of points between the corrupted and the clean prompts at which gradients are taken."""
     senders: tuple[str, ...]
@@ -82,6 +86,8 @@ class EdgeEffects(Result):
     total: float
     """Metric on the clean prompts minus metric on the corrupted prompts."""
     total_sem: float
+    unit: str = "y²"
+    """Unit of the metric; empty for a metric of the user's."""
 
     def __repr__(self) -> str:
         top = self.to_frame().iloc[0]
@@ -98,9 +104,12 @@ class EdgeEffects(Result):
             f"{edge['from']} to {edge['to']} ({with_error(edge['patched'], edge['patched_sem'])})"
             for edge in frame.head(3).to_dict("records")
         )
+        total = with_error(self.total, self.total_sem)
+        moved = f"The metric on the clean prompts minus that on the corrupted ones is {total}."
+        if self.unit:
+            moved = f"The corrupted prompts move the prediction by {total} {self.unit} (mean squared distance)."
         return [
-            f"The corrupted prompts move the prediction by {with_error(self.total, self.total_sem)} y² (mean squared "
-            f"distance). Largest effects of edges, each patched alone: {named}.",
+            f"{moved} Largest effects of edges, each patched alone: {named}.",
             f"Rank correlation of gradient estimates and patching over {len(frame)} edges: "
             f"{with_error(self.rank_correlation, self.rank_correlation_sem)}.",
         ]
@@ -139,7 +148,7 @@ class EdgeEffects(Result):
                 for name, column in (("estimated", "estimate"), ("patched", "patched"))
             },
             title="Effect of edges",
-            y_title="change of the metric",
+            y_title=f"change of the metric{f' ({self.unit})' if self.unit else ''}",
         )
 
 
@@ -196,21 +205,38 @@ def attribute_edges(
     predictor = predictor_of(source)
     if ig_steps < 1:
         raise ValueError(f"ig_steps must be >= 1, got {ig_steps}.")
-    graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
+    weights = None if predictor.is_hooked else predictor.weights
+    if weights is not None and not _weights_suffice(weights, nodes):
+        weights = None
+    if weights is None:
+        graph_of(predictor.hooked, nodes)  # refused before prompts are drawn
     drawn: dict = {"task": task, "n_prompts": n_prompts, "seed": seed}
     clean, corrupted = clean_and_corrupted(
         source, prompts, corrupted, analysis="attribute_edges", **drawn
     )
-    pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
-    return _effects_of(pair, None if predictor.is_hooked else predictor.weights, ig_steps)
-
-
-def _effects_of(pair: InputPair, weights: Weights | None, ig_steps: int) -> EdgeEffects:
-    """Effects of all edges, by maps of the tokens where the weights are those of a linear stack."""
-    if weights is not None and weights.model.stack == "linear":
-        estimate, patched = _by_maps(pair, weights, ig_steps)
+    if weights is not None:
+        pair = pair_of_weights(weights, clean, corrupted, metric=metric, nodes=nodes)
+        found = _effects_of(pair, *_by_weights(pair, weights, ig_steps), ig_steps)
     else:
-        estimate, patched = estimated_effects(pair, ig_steps), _patches(pair)
+        hooked_pair = _checked_pair(predictor.hooked, clean, corrupted, metric, nodes)
+        effects = estimated_effects(hooked_pair, ig_steps), _patches(hooked_pair)
+        found = _effects_of(hooked_pair, *effects, ig_steps)
+    return found if metric is None else replace(found, unit="")
+
+
+def _weights_suffice(weights: Weights, nodes: str) -> bool:
+    """True if the effects follow from the weights: no recurrent layers or MLPs among the nodes, and a graph with edges."""
+    model = weights.model
+    a_sum = model.norm != "after" and not model.recurrent
+    return a_sum and (
+        (nodes == "heads" and model.n_layers > 1) or (nodes == "all" and model.d_mlp is None)
+    )
+
+
+def _effects_of(
+    pair: GraphPair, estimate: np.ndarray, patched: np.ndarray, ig_steps: int
+) -> EdgeEffects:
+    """Effects of all edges from those for each prompt."""
     measured = estimates(
         estimate=mean_and_sem(estimate),
         patched=mean_and_sem(patched),
@@ -227,6 +253,8 @@ def _checked_pair(
     hooked: HookedPredictor, clean: Prompts, corrupted: Prompts, metric: Metric | None, nodes: str
 ) -> InputPair:
     """The model on both kinds of prompts; a hooked module must have a stream that sums its outputs, and gradients."""
+    from mechinterp.models.hooked.module import ModuleHooks  # loads TransformerLens
+
     if not isinstance(hooked.model, ModuleHooks):
         return InputPair.of(hooked, clean, corrupted, metric=metric, nodes=nodes)
     query_positions(hooked, clean)
@@ -238,15 +266,18 @@ def _checked_pair(
 
 
 @torch.no_grad()
-def _by_maps(
-    pair: InputPair, weights: Weights, ig_steps: int
+def _by_weights(
+    pair: GraphPair, weights: Weights, ig_steps: int
 ) -> tuple[
     Float[np.ndarray, "prompt sender receiver"], Float[np.ndarray, "prompt sender receiver"]
 ]:
-    """Estimated and patched effects in a linear stack, for each prompt; NaN where there is no edge."""
-    maps, edges = EdgeMaps.of(weights, pair.clean, pair.corrupted), pair.edges
+    """Estimated and patched effects from the weights, for each prompt; NaN where there is no edge. A linear stack is a map
+    of its tokens."""
+    tokens, edges = (pair.clean, pair.corrupted), pair.edges
+    linear = weights.model.stack == "linear"
+    maps = EdgeMaps.of(weights, *tokens) if linear else LayerEdges(weights, *tokens)
     estimate, patched = (np.full((len(pair.clean), *edges.shape), np.nan) for _ in range(2))
-    full, gradients = pair.metric(maps.output), _map_estimates(pair, maps, ig_steps)
+    full, gradients = pair.metric(maps.output), _estimates_by_layer(pair, maps, ig_steps)
     places = [_place(node, weights.n_layers) for node in pair.receivers]
     for sender in progress(range(len(pair.senders)), "patching edges"):
         node = pair.senders[sender]
@@ -263,8 +294,8 @@ def _by_maps(
     return estimate, patched
 
 
-def _map_estimates(
-    pair: InputPair, maps: EdgeMaps, ig_steps: int
+def _estimates_by_layer(
+    pair: GraphPair, maps: EdgeMaps | LayerEdges, ig_steps: int
 ) -> dict[int, Float[Tensor, "sender part head batch"]]:
     """First-order effects by layer that reads, from gradients averaged over points between corrupted and clean prompts."""
     shares = _shares(ig_steps)

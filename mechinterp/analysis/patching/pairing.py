@@ -15,7 +15,8 @@ from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts, generator_for
 from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
-from mechinterp.models.hooked.runner import HookedPredictor, class_name
+from mechinterp.models.hooked.runner import HookedPredictor, class_name, read_prediction
+from mechinterp.models.layers import tokens_of
 from mechinterp.models.run.evaluation import (
     distinct_pairs,
     evaluation_prompts,
@@ -24,6 +25,7 @@ from mechinterp.models.run.evaluation import (
 )
 from mechinterp.models.run.n_prompts import LEAST, require_number
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
 
 COMPONENTS = ("q", "k", "v")
 GRAPHS = ("heads", "all")
@@ -68,7 +70,24 @@ def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node
     """
     if nodes not in GRAPHS:
         raise ValueError(f"nodes must be one of {', '.join(GRAPHS)}, got {nodes!r}.")
-    layers, heads = range(hooked.n_layers), range(hooked.n_heads)
+    d_mlp = getattr(hooked.model.cfg, "d_mlp", None)
+    last = hooked.stream_name(hooked.n_layers)
+    writing, reading = nodes_of(hooked.n_layers, hooked.n_heads, nodes, last, bool(d_mlp))
+    _require(hooked, writing, reading)
+    return writing, reading
+
+
+def nodes_of(
+    n_layers: int, n_heads: int, nodes: str, last: str, mlps: bool
+) -> tuple[list[Node], list[Node]]:
+    """Senders and receivers of a model of these sizes that are ends of an edge.
+
+    Args:
+        nodes: As for `graph_of`.
+        last: Name of the hook on the stream after the last layer.
+        mlps: True: the layers have MLPs.
+    """
+    layers, heads = range(n_layers), range(n_heads)
     senders, receivers = [], []
     for layer, head in product(layers, heads):
         name, time, stream = f"L{layer}H{head}", 2 * layer + 1, resid_name(layer)
@@ -78,10 +97,9 @@ def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node
             for part in COMPONENTS
         ]
     if nodes == "all":
-        last = hooked.stream_name(len(layers))
         senders.append(Node("input", 0, resid_name(0)))
         receivers.append(Node("output", 2 * len(layers) + 1, last, last))
-        for layer in layers if getattr(hooked.model.cfg, "d_mlp", None) else ():
+        for layer in layers if mlps else ():
             stream = f"blocks.{layer}.hook_resid_mid"
             mlp = Node(f"L{layer}MLP", 2 * layer + 2, mlp_name(layer), stream)
             senders.append(mlp)
@@ -90,9 +108,7 @@ def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node
     receivers.sort(key=lambda node: node.time)
     first = senders[0].time
     writing = [node for node in senders if node.time < receivers[-1].time]
-    reading = [node for node in receivers if node.time > first]
-    _require(hooked, writing, reading)
-    return writing, reading
+    return writing, [node for node in receivers if node.time > first]
 
 
 def _require(hooked: HookedPredictor, senders: Sequence[Node], receivers: Sequence[Node]) -> None:
@@ -166,7 +182,7 @@ def clean_and_corrupted(
     drawn = clean is None
     if drawn and n_prompts > LEAST and not isinstance(source, TaskConfig):
         few = evaluation_prompts(source, law=law, n_prompts=LEAST, seed=seed)
-        predictor_of(source).hooked.require_room(n_prompts, few)
+        predictor_of(source).require_room(n_prompts, few)
     clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
     if corrupted is None and clean.beta is None:
         corrupted = with_permuted_y(clean, seed=seed)
@@ -225,33 +241,38 @@ def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tenso
 
 
 def output_metric(
-    hooked: HookedPredictor, metric: Metric | None, clean: Prompts, output: Tensor
+    read: Callable[[Tensor], Tensor], metric: Metric | None, clean: Prompts, output: Tensor
 ) -> OutputMetric:
     """Metric of a model's output.
 
     Args:
+        read: Function from the output to the prediction.
         metric: None means minus the squared distance of the prediction to that on the clean prompts, unit y^2.
         output: The model's output on the clean prompts.
     Raises:
         ValueError: If the metric does not give one number per prompt.
     """
-    target = hooked.prediction(output, clean)
+    target = read_prediction(read, output, clean)
     if metric is None:
-        return lambda output: -(hooked.read(output) - target).square().sum(-1)
+        return lambda output: -(read(output) - target).square().sum(-1)
     values = metric(target, clean)
     if not isinstance(values, Tensor) or values.shape != (len(clean),):
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"metric must give one number per prompt, [{len(clean)}], got {got}.")
-    return lambda output: metric(hooked.read(output), clean)
+    return lambda output: metric(read(output), clean)
 
 
-def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tuple[Tensor, Tensor]:
+def inputs_of(
+    embed: Callable[[Prompts], Tensor], clean: Prompts, corrupted: Prompts
+) -> tuple[Tensor, Tensor]:
     """Inputs of the model for both kinds of prompts.
 
+    Args:
+        embed: Function from prompts to inputs.
     Raises:
         ValueError: If they differ in shape, or there are fewer than two prompts.
     """
-    inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+    inputs = embed(clean), embed(corrupted)
     shapes = [list(each.shape) for each in inputs]
     if shapes[0] != shapes[1] or shapes[0][0] < 2:
         raise ValueError(
@@ -260,18 +281,72 @@ def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tu
     return inputs
 
 
-@dataclass(frozen=True, eq=False)
-class InputPair:
-    """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GraphPair:
+    """Clean and corrupted inputs of a model, its graph, and a metric of its outputs."""
 
-    hooked: HookedPredictor
     clean: Tensor
     corrupted: Tensor
     senders: Sequence[Node]
     receivers: Sequence[Node]
+    metric: OutputMetric
+    outputs: tuple[Tensor, Tensor]
+    """Outputs on the clean and on the corrupted prompts."""
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric on the clean prompts minus metric on the corrupted prompts."""
+        clean, corrupted = map(self.metric, self.outputs)
+        return (clean - corrupted).double().numpy(force=True)
+
+    @property
+    def edges(self) -> Bool[np.ndarray, "sender receiver"]:
+        """True where a sender comes before a receiver."""
+        times = [np.array([node.time for node in each]) for each in (self.senders, self.receivers)]
+        return times[0][:, None] < times[1]
+
+
+@torch.no_grad()
+def pair_of_weights(
+    weights: Weights, clean: Prompts, corrupted: Prompts, *, metric: Metric | None, nodes: str
+) -> GraphPair:
+    """Pair of prompts for a model without hooks and, for nodes="all", without MLPs.
+
+    Raises:
+        ValueError: If the inputs differ in shape, or there are fewer than two prompts.
+    """
+
+    def tokens(prompts: Prompts) -> Tensor:
+        own = prompts.to(weights.device).to(weights.dtype)
+        return tokens_of(own, weights.model, d_x=weights.d_x, d_y=weights.d_y)
+
+    def read(output: Tensor) -> Tensor:
+        return output[:, -1]
+
+    inputs = inputs_of(tokens, clean, corrupted)
+    predictor = predictor_of(weights)
+    predictions = [predictor.predict(each)[:, None] for each in (clean, corrupted)]
+    outputs = tuple(each.to(weights.device) for each in predictions)
+    senders, receivers = nodes_of(
+        weights.n_layers, weights.n_heads, nodes, "the last stream", False
+    )
+    return GraphPair(
+        clean=inputs[0],
+        corrupted=inputs[1],
+        senders=senders,
+        receivers=receivers,
+        metric=output_metric(read, metric, clean, outputs[0]),
+        outputs=(outputs[0], outputs[1]),
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InputPair(GraphPair):
+    """Pair of prompts for a hooked model, and how the outputs of its senders differ."""
+
+    hooked: HookedPredictor
     moved: Float[Tensor, "batch pos sender d_model"]
     """Output of each sender on the clean prompts minus that on the corrupted prompts."""
-    metric: OutputMetric
 
     @classmethod
     @torch.no_grad()
@@ -291,7 +366,7 @@ class InputPair:
                 with nodes="all" the last stream is not the sum of what the senders write.
         """
         senders, receivers = graph_of(hooked, nodes)
-        inputs = inputs_of(hooked, clean, corrupted)
+        inputs = inputs_of(hooked.inputs, clean, corrupted)
         last, hooks = hooked.stream_name(hooked.n_layers), hooks_of(senders)
         names = [*hooks, *([last] if nodes == "all" else [])]
         runs = [hooked.run_noting(each, names) for each in inputs]
@@ -299,20 +374,16 @@ class InputPair:
         moved = torch.cat([written_at(hooked.model, name, change[name]) for name in hooks], 2)
         if nodes == "all":
             _require_sum(moved.sum(2), change[last], type(hooked.model).__name__)
-        of_output = output_metric(hooked, metric, clean, runs[0][0])
-        return cls(hooked, *inputs, senders, receivers, moved, of_output)
-
-    @torch.no_grad()
-    def gained(self) -> Float[np.ndarray, " batch"]:
-        """Metric on the clean prompts minus metric on the corrupted prompts."""
-        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
-        return (clean - corrupted).double().numpy(force=True)
-
-    @property
-    def edges(self) -> Bool[np.ndarray, "sender receiver"]:
-        """True where a sender comes before a receiver."""
-        times = [np.array([node.time for node in each]) for each in (self.senders, self.receivers)]
-        return times[0][:, None] < times[1]
+        return cls(
+            hooked=hooked,
+            clean=inputs[0],
+            corrupted=inputs[1],
+            senders=senders,
+            receivers=receivers,
+            moved=moved,
+            metric=output_metric(hooked.read, metric, clean, runs[0][0]),
+            outputs=(runs[0][0], runs[1][0]),
+        )
 
 
 def hooks_of(senders: Sequence[Node]) -> list[str]:

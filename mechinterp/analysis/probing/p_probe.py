@@ -59,6 +59,11 @@ class DescentCurves(Result):
         return self.risk.min(1)
 
     @property
+    def least_risk_sem(self) -> Float[np.ndarray, " features"]:
+        """Standard error of `least_risk`, for this number of steps."""
+        return self.risk_sem[np.arange(len(self.risk_sem)), self.at_step]
+
+    @property
     def at_step(self) -> Int[np.ndarray, " features"]:
         """Step with the smallest excess risk."""
         return self.risk.argmin(1)
@@ -85,7 +90,7 @@ class DescentCurves(Result):
 
     def area_frame(self) -> pd.DataFrame:
         """One row per kind of features: the smallest excess risk and the log area."""
-        names = ("least_risk", "at_step", *with_sem("log_area"))
+        names = (*with_sem("least_risk"), "at_step", *with_sem("log_area"))
         return frame_of(self, *names, features=self.features)
 
     def plot(self) -> go.Figure:
