@@ -30,7 +30,8 @@ from mechinterp.progress import progress
 
 SEEDS = ("seed", "train.data_seed")
 SEED_IN_NAME = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d+$")
-MAX_POINTS = 200  # largest number of points of a curve
+MAX_POINTS = 200
+"""Largest number of points of a curve."""
 MEANS = ("loss", "omega_abs", "mu_abs", "eta")
 """Columns that are averaged over the models of a setting."""
 COMPARISON_COLUMNS = (
@@ -70,9 +71,9 @@ class Comparison(Result):
         "omega_abs": "Mean |omega| of heads that are not dummies.",
         "mu_abs": "Sum of |mu| over heads; unchanged when a head is split in two.",
         "eta": "Step size of the model, Σ mu·omega times f'(0).",
-        "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts. Unit y^2.",
+        "loss": "Mean squared error on prompts of the model's own task; models of one task share the prompts.",
     }
-    UNITS: ClassVar = {"1/x²": ("omega_abs", "eta")}
+    UNITS: ClassVar = {"1/x²": ("omega_abs", "eta"), "y²": ("loss",)}
 
     @property
     def verdict(self) -> str:

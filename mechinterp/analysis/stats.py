@@ -30,6 +30,16 @@ def require_moderate(predictions: Tensor) -> None:
         )
 
 
+def require_finite(stream: np.ndarray) -> None:
+    """Refuse a stream with entries that are not finite.
+
+    Raises:
+        ValueError: If an entry is NaN or infinite.
+    """
+    if not np.isfinite(stream).all():
+        raise ValueError("The model's stream must be finite, got NaN or infinite entries.")
+
+
 def mean_and_sem(
     values: Float[np.ndarray, " prompt *axes"],
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
@@ -65,8 +75,7 @@ def estimates(**pairs: tuple[np.ndarray | float, np.ndarray | float]) -> dict[st
 def ratio_and_sem(
     numerator: Float[np.ndarray, " prompt *axes"], denominator: Float[np.ndarray, " prompt"]
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:
-    """Ratio of two means over prompts and its standard error (delta method); NaN if both means are
-    0.
+    """Ratio of two means over prompts and its standard error (delta method); NaN if the mean of the denominator is 0.
 
     Example:
         >>> ratio, sem = ratio_and_sem(np.array([1.0, 2.0]), np.array([2.0, 4.0]))
@@ -79,7 +88,7 @@ def ratio_and_sem(
         return np.full(numerator.shape[1:], np.nan), np.full(numerator.shape[1:], np.nan)
     ratio = means[:-1] / means[-1]
     _, sem = mean_and_sem(columns[:, :-1] - ratio * denominator[:, None])
-    return ratio.reshape(numerator.shape[1:]), (sem / means[-1]).reshape(numerator.shape[1:])
+    return ratio.reshape(numerator.shape[1:]), (sem / abs(means[-1])).reshape(numerator.shape[1:])
 
 
 def r2_and_sem(

@@ -235,7 +235,9 @@ def _in_file(path: Path, hints: Hints) -> Checkpoint | Stored:
     if path.name == INDEX:
         return Stored(path, read_index(path, hints.weights)[0], settings_of(path, {}))
     if one_shard(path):
-        raise CheckpointError(f"{path}: one of several shards; name {path.parent / INDEX}, or write all tensors in one file.")  # fmt: skip
+        raise CheckpointError(
+            f"{path}: one of several shards; name {path.parent / INDEX}, or write all tensors in one file."
+        )
     if not has_weights_ending(path) or not path.is_file():
         rule = f"a checkpoint is a folder or a file that ends in {', '.join(SUFFIXES)}"
         raise CheckpointError(f"{path}: {rule}; this is another file.")

@@ -1,12 +1,9 @@
 """Covariance of the covariates, as a setting."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mechinterp.fields import LARGEST_SETTING, Rules, set_checked
-
-if TYPE_CHECKING:
-    pass
 
 COVARIANCES = ("identity", "kms", "eigenvalues", "matrix")
 MOST_NUMBERS = 8

@@ -14,7 +14,7 @@ from mechinterp.analysis.check import OF_STREAM
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from tests.checkpoints.strange_modules import Grouped, Heads, Stack, random
 from tests.checkpoints.test_module_weights import Own, one_length, with_circuits
-from tests.conftest import CHECKPOINTS, Run
+from tests.conftest import CHECKPOINTS, Run, refused
 from tests.test_doors import as_for_users
 
 TASK = TaskConfig(d_x=3, context_length=6)
@@ -123,6 +123,11 @@ def test_a_copy_of_the_table_and_a_figure_of_the_losses():
     assert found.to_frame()["runs"].any()
     loss = found.loss
     np.testing.assert_allclose(found.plot().data[0].y, [loss.model, loss.ridge, loss.zero])
+
+
+def test_no_prompts_are_refused():
+    with refused("n_prompts", "0"):
+        check("softmax-h1-s0", n_prompts=0)
 
 
 def test_what_is_no_model_is_refused():

@@ -67,6 +67,14 @@ def test_the_best_factor_has_the_least_loss():
     assert np.isnan(ratio_and_sem(np.zeros(5), np.zeros(5))).all()
 
 
+def test_the_error_of_a_ratio_has_no_sign():
+    above, below = np.array([1.0, 2.0, 4.0]), np.array([3.0, 1.0, 2.0])
+    ratio, sem = ratio_and_sem(above, below)
+    assert sem > 0
+    assert ratio_and_sem(above, -below) == (-ratio, sem)
+    assert np.isnan(ratio_and_sem(above, np.array([1.0, -1.0, 0.0]))).all()
+
+
 def test_a_hundredth_carries_a_mean_or_does_not():
     few = np.ones(200)
     few[:2] = 99.5  # 199 of 397

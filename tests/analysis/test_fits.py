@@ -423,6 +423,22 @@ def test_lengths_that_overflow_are_rows_with_a_note():
             error_curve(overflows, context_lengths=lengths, **asked)
 
 
+def test_means_are_over_other_lengths_if_the_trained_ones_overflow():
+    task = TaskConfig(d_x=3, context_length=6)
+
+    def overflows(prompts: Prompts) -> Tensor:
+        factor = 1e30 if prompts.x.shape[1] > 3 else 1.0
+        return factor * ridge(prompts, penalty=task.posterior_penalty)
+
+    overflows.shortest_trained = 6
+    asked = {"task": task, "n_prompts": 64}
+    curve = error_curve(overflows, context_lengths=[1, 3, 6], **asked)
+    assert curve.trained == (3, 3)
+    assert curve.over_best == pytest.approx(1, abs=1e-9)
+    alone = error_curve(overflows, context_lengths=[3], **asked)
+    np.testing.assert_allclose(curve.means.loss, alone.means.loss, rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_a_curve_starts_at_the_shortest_trained_length_and_no_pairs_are_no_division_by_0():
     sparse = load_any("sparse-h4-noise0.1-s0")

@@ -190,6 +190,23 @@ def test_a_metric_of_ones_own(few):
     assert greedy.grid("risk")[-1] == pytest.approx(1)  # nothing is left: 0
 
 
+def test_a_greedy_order_by_a_metric_that_is_0_or_negative_needs_all_heads(few):
+    """Twice 0 is 0, and no smaller set of heads has it; of negative metrics too the full model counts."""
+    model = random_model(2)
+    predictor = predictor_of(model)
+
+    def differs(predictions: Tensor, prompts: Prompts) -> Tensor:
+        return ((predictions - predictor.predict(prompts)).abs() > 1e-6)[:, 0].double()
+
+    for least in (0, -1):
+        found = ablate(
+            model, few, metric=lambda *each, least=least: differs(*each) + least, what="greedy"
+        )
+        assert found.full_risk == least
+        assert found.needed == len(predictor_of(model).heads)
+        assert repr(found)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

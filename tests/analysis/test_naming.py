@@ -18,9 +18,14 @@ from transformer_lens.tools.analysis.interchange import (
 )
 
 from mechinterp.analysis.multi_layer.classify import layered_classification
-from mechinterp.analysis.multi_layer.identities import PAIR_ORDER
+from mechinterp.analysis.multi_layer.identities import PAIR_ORDER, identities
 from mechinterp.analysis.multi_layer.naming import labelled, name_algorithm
-from mechinterp.analysis.multi_layer.naming_prompts import NOISES, relative_risk
+from mechinterp.analysis.multi_layer.naming_prompts import (
+    NOISES,
+    NamingSetting,
+    Subject,
+    relative_risk,
+)
 from mechinterp.analysis.multi_layer.naming_result import Naming
 from mechinterp.analysis.multi_layer.naming_rules import Limits
 from mechinterp.analysis.multi_layer.rests import reflected, rest_of
@@ -163,7 +168,11 @@ def test_the_numbers_of_a_label_keep_the_limits_that_decide(exact: Naming):
     assert numbers["least_layer_r2"].value == path_r2_of(exact, "gradient_descent").min()
     assert numbers["relative_risk"].value == exact.measured.relative_risk
     assert numbers["label_frequency"].value == exact.frequency["gradient_descent"] == 1
-    assert numbers["steps_r2"].value == exact.steps.steps_r2.min()
+    least = exact.steps.loc[exact.steps.steps_r2.idxmin()]
+    assert (numbers["steps_r2"].value, numbers["steps_r2"].sem) == (
+        least.steps_r2,
+        least.steps_r2_sem,
+    )
     scalars = [each.value for each in exact.numbers if each.name == "scalars"]
     assert scalars == exact.evidence()["scalars"].tolist()
     limited = [each for each in exact.numbers if each.check is not None]
@@ -341,6 +350,48 @@ def test_functions_of_prompts_are_sources():
     assert (ridged.label, ridged.mechanism) == ("ridge_like", "undetermined")
     np.testing.assert_allclose(ridged.scalars("ridge_like"), 0.7, rtol=1e-4)
     assert "linear in y: sum" in ridged.measured.tests
+
+
+def test_prompts_without_task_vectors_leave_sums_out_and_keep_the_law():
+    """`Prompts.from_arrays` of a model's own data has no beta: sums have no target, all other identities have one."""
+    model, known = gradient_descent_model([0.5, 0.3], d_x=3), TaskConfig(d_x=3, noise_var=0.0)
+    full = draw_prompts(known, 48, dtype=torch.float64)
+    bare = Prompts.from_arrays(full.x, full.y, full.x_query, full.y_query)
+    found, other = (name_algorithm(model, each, task=known) for each in (bare, full))
+    assert found.label == other.label == "gradient_descent"
+    assert other.measured.tests.keys() - found.measured.tests.keys() == {
+        "linear in x_query",
+        "linear in y: sum",
+    }
+    np.testing.assert_allclose(
+        found.scalars("gradient_descent"), other.scalars("gradient_descent"), rtol=1e-9
+    )
+    assert found.risks["double length"] == other.risks["double length"]
+
+
+def test_mismatches_risk_and_effects_of_steps_have_errors_over_prompts():
+    """On prompts that are given twice the means are the same and the errors are smaller by sqrt((n - 1) / (2 n - 1))."""
+    task = TaskConfig(d_x=3, noise_var=0.0)
+    prompts = draw_prompts(task, 64, dtype=torch.float64)
+    model = predictor_of(with_noise(gradient_descent_model([0.5, 0.3], d_x=3), 0.05, seed=0))
+    subject, n = Subject(model, task, 2), len(prompts) // 2
+    once, twice = (
+        NamingSetting(each, model.predict(each))
+        for each in (prompts, prompts[torch.arange(128) // 4 * 2 + torch.arange(128) % 2])
+    )
+    found = identities(subject.predict, once, task, 0)["linear in y: times 2"]
+    again = identities(subject.predict, twice, task, 0)["linear in y: times 2"]
+    assert again.mismatch() == pytest.approx(found.mismatch(), rel=1e-9)
+    fewer = ((n - 1) / (2 * n - 1)) ** 0.5
+    assert again.mismatch_sem() == pytest.approx(fewer * found.mismatch_sem(), rel=1e-9)
+    assert found.mismatch_sem() > 0
+    n = len(prompts)
+    fewer = ((n - 1) / (2 * n - 1)) ** 0.5
+    assert twice.relative_risk == pytest.approx(once.relative_risk, rel=1e-12)
+    assert twice.relative_risk_sem == pytest.approx(fewer * once.relative_risk_sem, rel=1e-9)
+    effects = step_effects(model, ALGORITHMS[0], np.array([0.5, 0.3]), prompts, task)
+    assert effects is not None
+    assert (effects[["steps_r2_sem", "exchanged_r2_sem"]] > 0).all(axis=None)
 
 
 def bayes(prompts: Prompts, levels: tuple[float, float], beta_var: float) -> Tensor:

@@ -195,7 +195,11 @@ def test_the_input_is_as_good_as_raw_x(few):
     np.testing.assert_allclose(found.risk[0], expected, rtol=1e-9)
     assert found.log_area[0] == found.log_area_sem[0] == 0
     assert found.log_area[2] == pytest.approx(0, abs=1e-9)
-    assert list(found.area_frame()["features"]) == ["raw x", "reweighted x", "input"]
+    areas = found.area_frame()
+    assert list(areas["features"]) == ["raw x", "reweighted x", "input"]
+    at = range(3), found.at_step
+    np.testing.assert_array_equal(areas["least_risk"], found.risk[at])
+    np.testing.assert_array_equal(areas["least_risk_sem"], found.risk_sem[at])
     assert len(found.plot().data) == 3
 
 

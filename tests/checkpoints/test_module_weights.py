@@ -27,7 +27,6 @@ from mechinterp.checkpoints.modules.weights import (
     _renumbered,
     by_weights,
     proof_of,
-    proven_weights,
 )
 from mechinterp.models.constructions.one_layer import debiased_gradient_step
 from tests.checkpoints import strange_modules as strange
@@ -188,7 +187,7 @@ UNPROVEN = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_proven_weights_predict_like_the_module_whole_and_with_heads_masked(kind):
     hooked = hook_module(KINDS[kind](), task=TASK)
-    weights = proven_weights(hooked)
+    weights = proof_of(hooked).weights
     assert weights is not None
     shorter = replace(TASK, context_length=4)
     for task in (TASK, shorter):
@@ -204,7 +203,7 @@ def test_modules_that_no_reading_predicts_have_no_weights_by_name(make):
     """A bent prediction, differential attention, a softmax with a sink, and layers that read different keys."""
     hooked = hook_module(random(make()), task=TASK)
     found = proof_of(hooked)
-    assert found.weights is proven_weights(hooked) is predictor_of(hooked).weights is None
+    assert found.weights is proof_of(hooked).weights is predictor_of(hooked).weights is None
     assert found.why
     assert not found.readings
 
@@ -259,7 +258,7 @@ def test_a_head_of_another_scale_is_not_proven(factor):
             finally:
                 hook.remove()
 
-    assert proven_weights(hook_module(random(Scaled(4, 3, softmax=True)), task=TASK)) is None
+    assert proof_of(hook_module(random(Scaled(4, 3, softmax=True)), task=TASK)).weights is None
 
 
 def one_length(module: Own) -> Own:
@@ -323,7 +322,7 @@ def test_heads_get_the_numbers_of_the_module_and_must_be_masked_alike():
     # Heads of equal QK can share what they write in any parts: the whole prediction does not show them.
     parts = [0.2, 0.3, 0.5]
     hooked = hook_module(with_circuits(Own(4, 3), [1.0] * 3, parts), task=TASK)
-    own, recorded = proven_weights(hooked), _recordings(hooked)[0]
+    own, recorded = proof_of(hooked).weights, _recordings(hooked)[0]
     np.testing.assert_allclose(circuits(own).mu[0, :, 0], parts, rtol=1e-6)
     turned = own.with_tensors({"attn.W_O": own.W_O[:, [2, 0, 1]]})
     again = _renumbered(hooked, turned, recorded)
@@ -335,9 +334,9 @@ def test_heads_get_the_numbers_of_the_module_and_must_be_masked_alike():
 
 def test_hooks_of_the_user_are_not_bypassed():
     hooked = hook_module(with_circuits(Own(4), [1.0], [0.8]), task=TASK)
-    assert proven_weights(hooked) is not None
+    assert proof_of(hooked).weights is not None
     with hooked.model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: 2 * z)]):
-        assert proven_weights(hooked) is None
+        assert proof_of(hooked).weights is None
 
 
 @pytest.mark.slow
@@ -370,6 +369,6 @@ def square() -> nn.Module:
 def test_an_encoder_layer_alone_is_proven_with_its_norms_and_mlp(norm_first: bool):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, norm_first=norm_first).eval()
-    weights = proven_weights(hook_module(layer, task=TaskConfig()))
+    weights = proof_of(hook_module(layer, task=TaskConfig())).weights
     assert weights is not None
     assert (weights.model.norm, weights.model.d_mlp) == ("before" if norm_first else "after", 8)

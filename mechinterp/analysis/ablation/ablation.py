@@ -149,7 +149,9 @@ class Ablation(Result):
     @property
     def needed(self) -> int:
         """For the greedy order: smallest number of heads with which the metric is at most twice that of the full model."""
-        return int(self.rows["n_kept"][self.columns["ratio"] <= 2].min())
+        n_kept = self.rows["n_kept"]
+        enough = (self.columns["risk"] <= 2 * self.full_risk) | (n_kept == n_kept.max())
+        return int(n_kept[enough].min())
 
     @property
     def headline(self) -> str:

@@ -190,7 +190,7 @@ class _Comparison:
             every = predictor_of(self.source).predict_at_every(self.prompts)
         longest = self.law.context_length if self.law else self.prompts.x.shape[1]
         trained = trained_lengths(self.source, lengths, longest)
-        rows, losses, wild = list[dict[str, object]](), list[np.ndarray](), list[int]()
+        rows, losses, wild = list[dict[str, object]](), dict[int, np.ndarray](), list[int]()
         for length in progress(lengths, "learners at each number of pairs"):
             some = self.prompts.prefix(length)
             own = learner_of(self.source)(some) if every is None else every[:, length]
@@ -199,17 +199,15 @@ class _Comparison:
                     require_moderate(own)
                 wild.append(length)
                 own = torch.full_like(own, torch.nan)
-            at_length, loss = rows_at(own, some.to(torch.float64), self.law, self.names)
+            at_length, losses[length] = rows_at(own, some.to(torch.float64), self.law, self.names)
             note = OVERFLOW if length in wild else ""
             rows += [{"n_pairs": length} | row | {"note": note} for row in at_length]
-            if length in trained and length not in wild:
-                losses.append(loss)
         if len(wild) == len(lengths):
             require_moderate(torch.tensor(torch.inf))
         kept = [n for n in trained if n not in wild] or [n for n in lengths if n not in wild][-1:]
         return LearnerComparison(
             rows=pd.DataFrame(rows),
-            means=mean_losses(losses, (MODEL, *self.names)),
+            means=mean_losses([losses[n] for n in kept], (MODEL, *self.names)),
             trained=(kept[0], kept[-1]),
             n_prompts=len(self.prompts),
             one_pass=every is not None,

@@ -145,7 +145,9 @@ class PriorComparison(Result):
         """One row per kind of tasks: means over the lengths, without the worst 0.1% of the prompts
         and over all prompts."""
         named = {"trimmed": self.trimmed, "all": self.overall}
-        frame = pd.concat([each.assign(prompts=name) for name, each in named.items()])
+        frame = pd.concat(
+            [each.assign(prompts=name) for name, each in named.items()], ignore_index=True
+        )
         medians = dict(zip(PREDICTORS, self.median_risk.T, strict=True))
         few = {f"median_risk_{name}": np.tile(risk, 2) for name, risk in medians.items()}
         return frame.assign(**few, carried_by_few=np.tile(self.carried_by_few, 2))

@@ -18,6 +18,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
     relative_risk,
     squares,
 )
+from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.config import TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.given import no_law
@@ -42,6 +43,10 @@ class Identity:
         counts = np.ones(len(self.size)) if counts is None else counts
         return float((self.error @ counts) / (self.size @ counts) / 2)
 
+    def mismatch_sem(self) -> float:
+        """Standard error of `mismatch` over prompts."""
+        return float(ratio_and_sem(self.error, self.size)[1]) / 2
+
 
 def satisfies(learner: Algorithm, identity: str) -> bool:
     """True if an algorithm satisfies an identity; all are linear in x_query."""
@@ -62,29 +67,32 @@ def identities(
 ) -> dict[str, Identity]:
     """Identities of predictions, on the prompts of the scores.
 
-    An identity is asked only if the law of the task makes the changed prompts as likely as the given ones, and the model
+    An identity is tested only if the law of the task makes the changed prompts as likely as the given ones, and the model
     does its task on them. The sum of two sparse task vectors is not sparse, and entries of fixed size have no other scale.
+    Sums are not tested on prompts without task vectors, as their targets are not known.
     """
     prompts = own.prompts[SCORED_PROMPTS]
     known = own.predictions[SCORED_PROMPTS]
     generator = generator_for(seed, "init", 2)
     order = torch.randperm(prompts.x.shape[1], generator=generator, device="cpu")
     made = {PAIR_ORDER: (replace(prompts, x=prompts.x[:, order], y=prompts.y[:, order]), known)}
-    if not no_law(task):
+    law_known, with_beta = not no_law(task), prompts.knows_task_vectors
+    sparse_or_pool = task.sparsity is not None or task.n_tasks is not None
+    if law_known and with_beta:
         beta = prompts.task_vectors_at_every_x("an identity")[:, -1]
         x = prompts.x_query.roll(1, 0)
         changed = {"x_query": x, "y_query_clean": _times(x, beta)}
         made["linear in x_query"] = _added(predict, prompts, known, changed)
-        if task.nonzeros != "signs" and task.n_tasks is None:
-            for factor in (0.5, 2.0):
-                sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
-                made[f"{TIMES} {factor:g}"] = replace(prompts, **sides), factor * known
-        if task.sparsity is None and task.n_tasks is None:
-            other = prompts.with_next_task("an identity")
-            changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
-            made["linear in y: sum"] = _added(predict, prompts, known, changed)
-            if task.supports is None and isotropic(task):
-                made["same if x is rotated"] = _rotated(prompts, seed), known
+    if law_known and task.nonzeros != "signs" and task.n_tasks is None:
+        for factor in (0.5, 2.0):
+            sides = {n: factor * getattr(prompts, n) for n in ("y", "y_query_clean")}
+            made[f"{TIMES} {factor:g}"] = replace(prompts, **sides), factor * known
+    if law_known and with_beta and not sparse_or_pool:
+        other = prompts.with_next_task("an identity")
+        changed = {name: getattr(other, name) for name in ("y", "y_query_clean")}
+        made["linear in y: sum"] = _added(predict, prompts, known, changed)
+    if law_known and not sparse_or_pool and task.supports is None and isotropic(task):
+        made["same if x is rotated"] = _rotated(prompts, seed), known
     tests = {}
     for name, (changed_prompts, expected) in made.items():
         predictions = predict(changed_prompts)

@@ -225,7 +225,8 @@ def measure(
     own = settings["own length"]
     asked = {name: each for name, each in settings.items() if each is own or each.useful}
     trial = FitTrial(asked, task, subject.n_layers, own.predictions[None])
-    measured = Measured(own.relative_risk, _scale(own, task), trial.scores(()))
+    scale, sem = _scale(own, task), own.relative_risk_sem
+    measured = Measured(own.relative_risk, scale, trial.scores(()), relative_risk_sem=sem)
     if not measured.useful:
         return measured
     tests = identities(subject.predict, own, task, seed)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.analysis.multi_layer.directions import law_of
-from mechinterp.analysis.stats import without_worst
+from mechinterp.analysis.stats import ratio_and_sem, without_worst
 from mechinterp.config import CovarianceConfig, TaskConfig
 from mechinterp.icl.algorithm import Algorithm
 from mechinterp.icl.algorithms import ALGORITHMS
@@ -120,6 +120,12 @@ class NamingSetting:
     def relative_risk(self) -> float:
         """Excess risk of the model over that of predicting 0."""
         return relative_risk(self.predictions, self.prompts.y_query_clean)
+
+    @property
+    def relative_risk_sem(self) -> float:
+        """Standard error of `relative_risk` over prompts."""
+        target = self.prompts.y_query_clean
+        return float(ratio_and_sem(squares(self.predictions - target), squares(target))[1])
 
     @property
     def useful(self) -> bool:

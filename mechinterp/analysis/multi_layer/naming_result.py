@@ -26,7 +26,7 @@ from mechinterp.analysis.multi_layer.naming_rules import (
 from mechinterp.analysis.number_format import digits, with_error
 from mechinterp.analysis.result import Table, records
 from mechinterp.analysis.stats import ratio_and_sem
-from mechinterp.display import Result
+from mechinterp.display import Result, with_sem
 
 UNSURE = ("frequency", "readings")
 """Rules that keep a label from standing although it is the one that the numbers earn."""
@@ -189,7 +189,11 @@ class Naming(Named, Result):
         text = f"{name} at R² {r2:.4f} ± {sem:.1g}"
         if reason is not None:
             same = reason.rule == "far" and math.isclose(reason.value, r2)
-            text = f"nearest: {text}, limit {reason.limit:g}" if same else f"nearest: {text}, but {reason}"  # fmt: skip
+            text = (
+                f"nearest: {text}, limit {reason.limit:g}"
+                if same
+                else f"nearest: {text}, but {reason}"
+            )
         elif self.mechanism != self.label:
             how = f" ({self.measured.path_how})" if self.measured.path is None else ""
             text += f", path not identified{how}"
@@ -240,10 +244,19 @@ class Naming(Named, Result):
         frame = frame[~frame.index.duplicated()].assign(**last[["r2", "r2_sem"]])
         frame = frame[["scalars", "r2", "r2_sem", *frame.columns.drop(["scalars", "r2", "r2_sem"])]]
         if self.steps is not None:
-            frame = frame.join(self.steps.min().to_frame(self.followed).T)
+            frame = frame.join(self._least_steps().to_frame(self.followed).T)
         reasons = {name: reason or "" for name, reason in self.why_not.items()}
         frame["why_not"] = [str(reasons.get(name, "gives no label")) for name in frame.index]
         return frame.rename_axis("learner")
+
+    def _least_steps(self) -> pd.Series:
+        """Least effect of the steps over layers, with the standard error at that layer; empty without steps."""
+        least: dict[str, float] = {}
+        for name in () if self.steps is None else ("steps_r2", "exchanged_r2"):
+            values = self.steps[name]
+            layer = values.idxmin() if values.notna().any() else 0
+            least |= {each: float(self.steps[each][layer]) for each in with_sem(name)}
+        return pd.Series(least)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner, the label first, then the nearest."""
@@ -255,9 +268,12 @@ class Naming(Named, Result):
         )
 
     def test_frame(self) -> pd.DataFrame:
-        """One row per identity that was asked."""
-        mismatch = {name: each.mismatch() for name, each in self.measured.tests.items()}
-        return pd.DataFrame({"test": list(mismatch), "mismatch": list(mismatch.values())})
+        """One row per identity that was tested."""
+        rows = [
+            (name, each.mismatch(), each.mismatch_sem())
+            for name, each in self.measured.tests.items()
+        ]
+        return pd.DataFrame(rows, columns=["test", *with_sem("mismatch")])
 
     def sentences(self) -> list[str]:
         """The label with its reason, and parts that were left out."""
@@ -328,7 +344,9 @@ class Naming(Named, Result):
     @property
     def numbers(self) -> list[Number]:
         """Numbers behind the label: of the model, of the nearest algorithm, and of the resamples."""
-        risk = limited("relative_risk", self.measured.relative_risk, USELESS)
+        measured = self.measured
+        sem = measured.relative_risk_sem
+        risk = limited("relative_risk", measured.relative_risk, USELESS, sem=sem)
         if not self.nearest:
             return [risk]
         numbers = [risk, *self._of_nearest(self.nearest, Limits())]
@@ -359,7 +377,7 @@ class Naming(Named, Result):
             share = self.frequency.get(self.label, 0.0)
             yield limited("label_frequency", share, limits.frequency, least=True)
         if self.steps is not None and self.followed == name:
-            yield Number("steps_r2", float(self.steps.steps_r2.min()))
+            yield Number("steps_r2", *self._least_steps()[[*with_sem("steps_r2")]])
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the label, with its error and its limit."""
@@ -373,6 +391,7 @@ class Naming(Named, Result):
             "mechanism": self.mechanism,
             "frequency": dict(self.frequency),
             "relative_risk": self.measured.relative_risk,
+            "relative_risk_sem": self.measured.relative_risk_sem,
         }
         if self.nearest:
             r2, sem = self.explained(self.nearest)

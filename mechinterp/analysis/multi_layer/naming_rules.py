@@ -169,6 +169,8 @@ class Measured:
     path: FitScores | None = None
     """Scores on the prediction after each layer; None if that is unknown."""
     path_how: str = "not asked"
+    relative_risk_sem: float = float("nan")
+    """Standard error of `relative_risk` over prompts."""
     is_function: bool = False
     sems: Mapping[str, Float[np.ndarray, " _"]] = field(default_factory=dict)
     """Standard errors over prompts of the scalars of near learners without steps, by label."""

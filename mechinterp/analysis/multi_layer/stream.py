@@ -17,6 +17,7 @@ from mechinterp.analysis.multi_layer.naming_prompts import (
 )
 from mechinterp.analysis.stats import r2_and_sem
 from mechinterp.config import TaskConfig
+from mechinterp.display import with_sem
 from mechinterp.icl.algorithm import Algorithm, PromptMoments
 from mechinterp.icl.given import no_law
 from mechinterp.icl.prompts import Prompts
@@ -97,7 +98,8 @@ def step_effects(
     Returns:
         `steps_r2`: R² with the prediction of the model as it is, if a linear image of the algorithm's step replaces the
         layer's addition. `exchanged_r2`: R² of the change of the prediction with the expected one, if the algorithm's
-        prediction after the layer is exchanged with that of another prompt; NaN if the algorithm predicts 0 there. None
+        prediction after the layer is exchanged with that of another prompt; NaN if the algorithm predicts 0 there. Each
+        has its standard error over prompts, `_sem`, which takes neighbouring pairs of prompts as independent. None
         if the stream cannot be set, or its linear images need more prompts.
     """
     prompts = prompts[:STEP_PROMPTS]
@@ -128,9 +130,9 @@ def step_effects(
         image = swap @ _map(torch.cat([held[layer + 1], prompts.x_query], 1), after)[: task.d_y]
         exchanged = predicted(layer + 1, after[SCORED_PROMPTS] + image)
         silent = so_far.abs().max() == 0
-        change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
-        rows.append((r2_and_sem(put, known)[0], change))
-    return pd.DataFrame(rows, columns=["steps_r2", "exchanged_r2"])
+        change = (np.nan, np.nan) if silent else r2_and_sem(exchanged - known, swap)
+        rows.append((*r2_and_sem(put, known), *change))
+    return pd.DataFrame(rows, columns=[*with_sem("steps_r2", "exchanged_r2")])
 
 
 def states(

@@ -18,7 +18,7 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.ablation.measured import Metric
 from mechinterp.analysis.patching.pairing import clean_and_corrupted, inputs_of, output_metric, put
-from mechinterp.analysis.result import HEAD_COLUMNS
+from mechinterp.analysis.result import HEAD_COLUMNS, METRIC_UNIT
 from mechinterp.analysis.stats import estimates, mean_and_sem
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
@@ -46,12 +46,15 @@ class PatchedActivations(Result):
         "effect_sem": "Standard error of effect over prompts.",
         "pos": "Position of the activation, from 0; the last is the query's.",
     }
+    UNITS: ClassVar = {METRIC_UNIT: ("effect",)}
     activation: str
     effect: Float[np.ndarray, "layer pos *head"]
     effect_sem: Float[np.ndarray, "layer pos *head"]
     total: float
     """Metric on the clean prompts minus metric on the corrupted prompts: the effect of a complete patch."""
     total_sem: float
+    unit: str = "y²"
+    """Unit of the metric; empty for a metric of the user's."""
 
     def __repr__(self) -> str:
         layer, pos, *head = np.unravel_index(int(np.abs(self.effect).argmax()), self.effect.shape)
@@ -80,7 +83,7 @@ class PatchedActivations(Result):
             figures.named(names, *curves),
             title=f"Change of the metric when {self.activation} at one position is patched",
             x_title="position (the last is the query)",
-            y_title="change of the metric",
+            y_title=f"change of the metric{f' ({self.unit})' if self.unit else ''}",
             zero_line=True,
         )
 
@@ -149,11 +152,11 @@ def _patched(
     """The activation patched at one place after the other."""
     from transformer_lens.utilities import get_act_name  # slow import
 
-    _, other = inputs_of(hooked, clean, corrupted)
+    _, other = inputs_of(hooked.inputs, clean, corrupted)
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
         output, cached = hooked.activations(clean, names)
-        of_output = output_metric(hooked, metric, clean, output)
+        of_output = output_metric(hooked.read, metric, clean, output)
         before = of_output(hooked.model(other))
         shape = (len(clean), hooked.n_layers, _positions(activation, cached))
         effect = np.empty((*shape, hooked.n_heads) if activation in HEAD_PARTS else shape)
@@ -164,7 +167,7 @@ def _patched(
             effect[:, layer, pos, *head] = (after - before).double().numpy(force=True)
     total = (of_output(output) - before).double().numpy(force=True)
     measured = estimates(effect=mean_and_sem(effect), total=mean_and_sem(total))
-    return PatchedActivations(activation, **measured)
+    return PatchedActivations(activation, **measured, unit="y²" if metric is None else "")
 
 
 def _require(hooked: HookedPredictor, activation: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import N_EDGE_PAIRS, attribute_edges
+from mechinterp.analysis.patching.graph import GRAPHS
 from mechinterp.analysis.patching.pairing import (
-    GRAPHS,
     InputPair,
     clean_and_corrupted,
     hooks_of,
@@ -38,7 +38,7 @@ N_SIZES = 12
 SPLIT_INPUTS = ("use_split_qkv_input", "use_hook_mlp_in")
 """Settings of a model that give every receiver its own copy of the stream."""
 UNDEFINED = dict.fromkeys(("cpr", "cpr_sem", "cmd", "cmd_sem"), np.nan)
-"""Areas of a circuit that lacks an edge of the model."""
+"""Areas of a circuit that lacks an edge of the model, or on prompts that no edge changes."""
 Kept = Bool[np.ndarray, "sender receiver"]
 """True for the edges that a circuit keeps."""
 
@@ -47,7 +47,7 @@ Kept = Bool[np.ndarray, "sender receiver"]
 class CircuitFaithfulness(Result):
     """Faithfulness of the first edges of a circuit, over their number.
 
-    f(k) = (m(k) - m(0)) / (m(all) - m(0)), with m minus the squared distance to the full model's prediction when k
+    f(k) = (m(k) - m(0)) / (m(all) - m(0)), NaN if both differences are 0 on all prompts, with m minus the squared distance to the full model's prediction when k
     edges are kept and all others carry the outputs of corrupted prompts. With all edges m is 0, its largest value: f is at
     most 1, and CMD = 1 - CPR.
     """
@@ -69,11 +69,11 @@ class CircuitFaithfulness(Result):
     n_circuit: int
     """Number of edges of the circuit."""
     cpr: float
-    """Area under f over the share of edges kept; 1 is the best. NaN if the circuit lacks an edge of the model."""
+    """Area under f over the share of edges kept; 1 is the best. NaN if the circuit lacks an edge of the model, or f is NaN."""
     cpr_sem: float
     """Bootstrap standard error of `cpr` over prompts."""
     cmd: float
-    """Area of |1 - f| over the share of edges kept; 0 is the best. NaN if the circuit lacks an edge of the model."""
+    """Area of |1 - f| over the share of edges kept; 0 is the best. NaN where `cpr` is."""
     cmd_sem: float
     """Bootstrap standard error of `cmd` over prompts."""
 
@@ -171,8 +171,8 @@ def _kept_edges(
     metric = np.stack([_metric_of(pair, order, count) for count in shown], 1)
     gained = metric - metric[:, :1]
     faithfulness, faithfulness_sem = ratio_and_sem(gained, gained[:, -1])
-    whole = len(order) == counts[-1]
-    of_all = areas_and_sems(faithfulness, gained, counts) if whole else UNDEFINED
+    defined = len(order) == counts[-1] and np.isfinite(faithfulness).all()
+    of_all = areas_and_sems(faithfulness, gained, counts) if defined else UNDEFINED
     distance, distance_sem = mean_and_sem(-metric)
     return CircuitFaithfulness(
         n_edges=counts,

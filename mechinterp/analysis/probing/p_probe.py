@@ -19,7 +19,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem, require_finite
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -59,6 +59,11 @@ class DescentCurves(Result):
         return self.risk.min(1)
 
     @property
+    def least_risk_sem(self) -> Float[np.ndarray, " features"]:
+        """Standard error of `least_risk`, for this number of steps."""
+        return self.risk_sem[np.arange(len(self.risk_sem)), self.at_step]
+
+    @property
     def at_step(self) -> Int[np.ndarray, " features"]:
         """Step with the smallest excess risk."""
         return self.risk.argmin(1)
@@ -85,7 +90,7 @@ class DescentCurves(Result):
 
     def area_frame(self) -> pd.DataFrame:
         """One row per kind of features: the smallest excess risk and the log area."""
-        names = ("least_risk", "at_step", *with_sem("log_area"))
+        names = (*with_sem("least_risk"), "at_step", *with_sem("log_area"))
         return frame_of(self, *names, features=self.features)
 
     def plot(self) -> go.Figure:
@@ -149,6 +154,7 @@ def p_probe(
     }
     for name, model in models.items():
         features[name] = predictor_of(model).query_streams(prompts, layer)
+        require_finite(features[name].numpy(force=True))
     return descent_curves(features, prompts, steps=steps)
 
 

@@ -114,7 +114,9 @@ def read_proven(
 
 def _stated_task(settings: Mapping[str, object], hints: Hints) -> dict[str, object]:
     """Fields of the task that the file's settings or the user state; the user's come first."""
-    task: dict[str, object] = {n: settings[n] for n in ("d_x", "d_y") if n in settings and n not in hints.given}  # fmt: skip
+    task: dict[str, object] = {
+        n: settings[n] for n in ("d_x", "d_y") if n in settings and n not in hints.given
+    }
     noise, noise_var = settings.get("noise_std"), settings.get("noise_var")
     if isinstance(noise, float):
         task["noise_var"] = noise**2

@@ -311,7 +311,9 @@ def _weight(module: nn.Module) -> nn.Parameter:
     """
     if not isinstance(module, _Weighted) or module.weight.ndim == 0:
         listed = ", ".join(name for name, _ in module.named_parameters())
-        raise ValueError(f"projections and norms must be one weight with or without bias, got {listed}; {HOOK}.")  # fmt: skip
+        raise ValueError(
+            f"projections and norms must be one weight with or without bias, got {listed}; {HOOK}."
+        )
     return module.weight
 
 

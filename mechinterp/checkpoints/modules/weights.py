@@ -95,17 +95,9 @@ def _predictor(
     )
 
 
-def proven_weights(module: HookedModule) -> Weights | None:
-    """Weights of the model of this package that predicts as the module does now; None if no reading of its state dict does.
-
-    Heads have the module's numbers.
-    """
-    return proof_of(module).weights
-
-
 @torch.no_grad()
 def proof_of(module: HookedModule) -> ModuleProof:
-    """The readings of a module's state dict that predict as the module does now.
+    """The readings of a module's state dict that predict as the module does now; their heads have the module's numbers.
 
     They are proven again at each call, so that an edit of the module counts.
     """

@@ -125,7 +125,11 @@ def tied(readings: Sequence[Reading]) -> str:
     """Message that other readings predict as well as the first, with the options that decide; empty
     if none does."""
     alike = [each.tried for each in readings[1:] if each.ties and each.predicts]
-    named = [n for n in (readings[0].tried if alike else ()) if any(tried.get(n) != readings[0].tried[n] for tried in alike)]  # fmt: skip
+    named = [
+        n
+        for n in (readings[0].tried if alike else ())
+        if any(tried.get(n) != readings[0].tried[n] for tried in alike)
+    ]
     if not named:
         return ""
     return f"{len(alike) + 1} readings predict equally well within errors; state {' and '.join(map(flag_of, named))}"

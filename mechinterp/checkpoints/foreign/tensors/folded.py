@@ -58,7 +58,9 @@ def folded(tensors: Tensors, settings: Mapping[str, object]) -> dict[str, Tensor
     for name in plain:
         for end, tool in TOOLS.items():
             if name == end or name.endswith(f".{end}"):
-                raise ValueError(f"{shown(name)} is a changed weight, of which other tensors are missing; write state_dict() after {tool}.")  # fmt: skip
+                raise ValueError(
+                    f"{shown(name)} is a changed weight, of which other tensors are missing; write state_dict() after {tool}."
+                )
     return _with_low_rank(plain, settings.get("lora_scale"))
 
 

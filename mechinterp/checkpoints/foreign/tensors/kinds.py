@@ -28,7 +28,9 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
     """
     for piece in layout.pieces:
         if piece.part in ATTENTION and tensors[piece.name].dtype in QUANTIZED:
-            raise ValueError(f"{shown(piece.name)} is quantized ({tensors[piece.name].dtype}); write floating-point numbers, the integers times their scale, or {HOOK}.")  # fmt: skip
+            raise ValueError(
+                f"{shown(piece.name)} is quantized ({tensors[piece.name].dtype}); write floating-point numbers, the integers times their scale, or {HOOK}."
+            )
     if grouped := _grouped(tensors, layout):
         raise ValueError(f"grouped keys ({grouped}) are not read from a file; {HOOK}.")
     for what_else, mark in TABLE["other_models"].items():
@@ -52,7 +54,9 @@ def require_known_kind(tensors: Tensors, layout: Layout) -> None:
         read_out = layout.ends.get(("read_out", "weight"))
         n_written = min(tensors[read_out.name].shape, default=0) if read_out is not None else 0
         if words.name.endswith("W_E") and 0 < n_written < shape[0] - 1 and shape[0] <= shape[-1]:
-            raise ValueError(f"{words.name} {shape} is a table of words, or reads numbers; if tokens are {shape[0]} numbers (x, y), state --map {words.name}=read_in; word tokens are not read.")  # fmt: skip
+            raise ValueError(
+                f"{words.name} {shape} is a table of words, or reads numbers; if tokens are {shape[0]} numbers (x, y), state --map {words.name}=read_in; word tokens are not read."
+            )
         raise ValueError(WORD_MODEL.format(words.name, shape))
 
 

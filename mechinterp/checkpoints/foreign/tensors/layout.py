@@ -52,9 +52,15 @@ def layout_of(tensors: Tensors) -> Layout:
     pieces = [piece for piece in read.values() if piece is not None]
     unknown = [name for name, piece in read.items() if piece is None]
     paths = {piece.path for piece in pieces if piece.part in INNER}
-    widths = {n for p in pieces if p.part in INNER and p.kind == "weight" for n in tensors[p.name].shape}  # fmt: skip
+    widths = {
+        n for p in pieces if p.part in INNER and p.kind == "weight" for n in tensors[p.name].shape
+    }
     outputs = [p for p in pieces if p.part == "o" and p.kind == "weight" and p.path in paths]
-    n_written = [min(tensors[p.name].shape, default=0) for p in pieces if p.part == "read_out" and p.kind == "weight"]  # fmt: skip
+    n_written = [
+        min(tensors[p.name].shape, default=0)
+        for p in pieces
+        if p.part == "read_out" and p.kind == "weight"
+    ]
     layers: dict[int, list[Piece]] = {}
     ends: dict[tuple[str, str], Piece] = {}
     for piece in pieces:
@@ -93,7 +99,11 @@ def _part_of(
     into, out = (rows, columns) if piece.axes == TRANSPOSED else (columns, rows)
     if piece.part == "words":
         # A table of words is [words, width] without a bias; a layer that reads numbers is [width, entries].
-        linear = piece.kind == "bias" or f"{stem}.bias" in tensors or piece.name.endswith(("kernel", ".w"))  # fmt: skip
+        linear = (
+            piece.kind == "bias"
+            or f"{stem}.bias" in tensors
+            or piece.name.endswith(("kernel", ".w"))
+        )
         # Where both sizes are widths, a model of words writes as many outputs as there are words.
         fewer = into in widths and any(n < into for n in n_written)
         shaped = out in widths and (into not in widths or fewer)

@@ -60,7 +60,9 @@ def of_products(tensors: Tensors, d_x: int | None) -> dict[str, Tensor]:
     n = layers[0][0].shape[-1]
     if d_x not in (n - 1, n):
         got = "no --d-x (d_x=)" if d_x is None else d_x
-        raise ValueError(f"d_x must be {n - 1} (P and Q act on x and y) or {n} (on x alone), got {got}.")  # fmt: skip
+        raise ValueError(
+            f"d_x must be {n - 1} (P and Q act on x and y) or {n} (on x alone), got {got}."
+        )
     named: dict[str, Tensor] = {}
     for number, (P, Q) in enumerate(layers):
         if d_x == n:
@@ -85,7 +87,9 @@ def of_one_matrix(tensors: Tensors, hints: Hints) -> dict[str, Tensor]:
     require_numbers(W, name)
     if hints.d_x not in (len(W) - 1, len(W)):
         got = "no --d-x (d_x=)" if hints.d_x is None else hints.d_x
-        raise ValueError(f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {got}.")  # fmt: skip
+        raise ValueError(
+            f"d_x must be {len(W) - 1} (the matrix acts on x and y) or {len(W)} (on x alone), got {got}."
+        )
     if hints.d_y not in (None, 1):
         raise ValueError(f"d_y must be 1 for a single matrix, got {hints.d_y}.")
     W = W if hints.d_x == len(W) - 1 else pad(W, (0, 1, 0, 1))

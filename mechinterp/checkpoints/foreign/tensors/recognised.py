@@ -123,7 +123,9 @@ def _require_heads(layout: Layout) -> None:
         found = re.search(r"(\w+)[./](\d+)[./](\w+)$", piece.name)
         if piece.head is not None and found is not None and found[3] in TENSOR_KINDS:
             stem, rest = f"{found[1]}.{found[2]}", f"{found[2]}.{piece.part}_proj"
-            raise ValueError(f"{shown(piece.name)} may be one of several heads or of several layers; state each by --map, such as --map {shown(stem)}=heads.{rest} or --map {shown(stem)}=layers.{rest}.")  # fmt: skip
+            raise ValueError(
+                f"{shown(piece.name)} may be one of several heads or of several layers; state each by --map, such as --map {shown(stem)}=heads.{rest} or --map {shown(stem)}=layers.{rest}."
+            )
 
 
 def _row(tensors: Tensors, hints: Hints) -> Format:

@@ -37,7 +37,9 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
         pattern = _whole_words(theirs)
         if not any(map(pattern.search, named)):
             listed = ", ".join(map(shown, [*named][:8]))
-            raise ValueError(f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}.")  # fmt: skip
+            raise ValueError(
+                f"map must name whole words of a tensor's name, got {theirs!r}; the names are {listed}."
+            )
         if known == _AS_MASK:
             _require_masks({n: t for n, t in named.items() if pattern.search(n)}, theirs)
         if known in DROPPED:
@@ -51,7 +53,9 @@ def mapped(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Tensor]:
         new = (path + known + after).replace("\\", r"\\")
         renamed = {pattern.sub(rf"\g<1>{new}", name): tensor for name, tensor in named.items()}
         if len(renamed) < len(named):
-            raise ValueError(f"map must give different names to different tensors, got {theirs}={known}.")  # fmt: skip
+            raise ValueError(
+                f"map must give different names to different tensors, got {theirs}={known}."
+            )
         named = renamed
     return named
 
@@ -62,7 +66,9 @@ def _require_masks(tensors: Tensors, theirs: str) -> None:
         square = tensor.ndim > 1 and tensor.shape[-1] == tensor.shape[-2]
         if not (square and is_mask(tensor)):
             rule = "must be squares of booleans, of 0 and 1, or of 0 and -inf to be a mask"
-            raise ValueError(f"{shown(name)} {rule}, got shape {list(tensor.shape)} of {tensor.dtype}; if the model does without, drop it by --map {shown(theirs)}=unused.")  # fmt: skip
+            raise ValueError(
+                f"{shown(name)} {rule}, got shape {list(tensor.shape)} of {tensor.dtype}; if the model does without, drop it by --map {shown(theirs)}=unused."
+            )
 
 
 def _whole_words(name: str) -> re.Pattern[str]:
@@ -73,7 +79,9 @@ def unused_names(tensors: Tensors, names: Mapping[str, str]) -> list[str]:
     """Names of the tensors that no reading uses: buffers, a table of words beside a read-in, and those that the user drops."""
     dropped = [_whole_words(theirs) for theirs, known in names.items() if known in DROPPED]
     ends = layout_of(tensors).ends
-    tables = [p.name for (part, _), p in ends.items() if part == "words" and ("read_in", "weight") in ends]  # fmt: skip
+    tables = [
+        p.name for (part, _), p in ends.items() if part == "words" and ("read_in", "weight") in ends
+    ]
     return [
         name
         for name, tensor in tensors.items()

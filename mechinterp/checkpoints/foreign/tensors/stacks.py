@@ -33,7 +33,9 @@ def unstacked(tensors: Tensors) -> dict[str, Tensor]:
     words = {name: re.split("[./]", name) for name in tensors}
     pieces = {name: piece for name in tensors if (piece := piece_of(name)) is not None}
     depth = max(map(len, words.values()), default=0)
-    containers = dict.fromkeys(tuple(w[:n]) for n in range(depth) for w in words.values() if len(w) > n)  # fmt: skip
+    containers = dict.fromkeys(
+        tuple(w[:n]) for n in range(depth) for w in words.values() if len(w) > n
+    )
     for path in containers:
         inside = {n: t for n, t in tensors.items() if tuple(words[n][: len(path)]) == path}
         own = {name: piece for name, piece in pieces.items() if name in inside}
@@ -41,7 +43,9 @@ def unstacked(tensors: Tensors) -> dict[str, Tensor]:
             continue
         if ends := [name for name, piece in own.items() if piece.part in ENDS]:
             count = len(inside[ends[0]])
-            raise ValueError(f"must hold one model, got {count} on the first axis of all tensors; write one of them.")  # fmt: skip
+            raise ValueError(
+                f"must hold one model, got {count} on the first axis of all tensors; write one of them."
+            )
         named = {
             ".".join((*path[:-1], "layers", str(number), *words[name][len(path) :])): each
             for name, tensor in inside.items()
@@ -54,7 +58,9 @@ def unstacked(tensors: Tensors) -> dict[str, Tensor]:
 def _is_stack(tensors: Tensors, pieces: Mapping[str, Piece]) -> bool:
     """True if all have one first axis, and axes show that it counts layers of attention."""
     parts = {piece.part for piece in pieces.values()}
-    if not any(each <= parts for each in COMPLETE) or any(p.layer is not None for p in pieces.values()):  # fmt: skip
+    if not any(each <= parts for each in COMPLETE) or any(
+        p.layer is not None for p in pieces.values()
+    ):
         return False
     if len({tensor.shape[:1] for tensor in tensors.values()}) > 1:
         return False
