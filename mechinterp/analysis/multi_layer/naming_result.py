@@ -29,7 +29,7 @@ from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.display import Result, with_sem
 
 UNSURE = ("frequency", "readings")
-"""Rules that keep a label from standing although it is the one that the numbers earn."""
+"""Rules by which the answer is "undetermined" although the numbers single out one algorithm."""
 LEAST_SQUARES = "recursive_least_squares"
 """Label whose penalty is constant or falls with the number of pairs."""
 PENALTY_ERRORS = 2
@@ -323,7 +323,7 @@ class Naming(Named, Result):
         return pd.DataFrame({"scalar": self._scalar_names, **columns})
 
     def tables(self) -> dict[str, Table]:
-        """Learners, the numbers behind the label, and identities, if any were asked."""
+        """Learners, the numbers behind the label, and identities, if any were tested."""
         frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
         quiet = tuple(column for column in frame if column.endswith("_sem"))
         tables = {"algorithms": Table(frame, title, quiet=quiet)}
