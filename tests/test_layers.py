@@ -155,6 +155,15 @@ def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
     assert not HEAVY & loaded
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sparse-h4-noise0.1-s0", "garg-gpt2"])
+def test_pages_of_stacks_need_the_weights_alone(model: str, tmp_path: Path):
+    arguments = ("report", f"checkpoints/{model}", "--out", str(tmp_path / "out"), "--quiet")
+    code, loaded = loaded_by(*arguments, "--n-prompts", "128")
+    assert code == "0"
+    assert (HEAVY - {"jinja2"}) & loaded == set()
+
+
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [

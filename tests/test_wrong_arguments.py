@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import mechinterp as mi
 from mechinterp import (
+    Prompts,
     TaskConfig,
     ablate,
     attribute_edges,
+    check,
     circuits,
     classify,
     compare_learners,
@@ -24,6 +27,7 @@ from mechinterp import (
     patch_activations,
     predictor_of,
     push_to_hub,
+    sample_prompts,
 )
 from mechinterp.checkpoints.checkpoint import save
 from mechinterp.checkpoints.modules.hooked import HookedModule
@@ -262,3 +266,57 @@ def test_weights_beyond_all_bounds_give_no_warning():
     )
     assert np.isinf(circuits(huge).qk_off_diagonal).all()
     assert classify(huge, n_prompts=64).label in ("undetermined", "other")
+    trained = load("checkpoints/softmax-h2-s0").weights
+    large = trained.with_tensors({n: 1e30 * tensor for n, tensor in trained.tensors.items()})
+    assert classify(large, n_prompts=32).label == "undetermined"
+
+
+ANALYSES_OF_NAN = ["ablate", "probe", "p_probe", "compare_learners", "error_curve", "response"]
+
+
+@pytest.mark.parametrize("name", ANALYSES_OF_NAN)
+def test_weights_that_are_no_numbers_end_in_one_line(name: str):
+    model = load("checkpoints/softmax-h2-s0").model
+    with torch.no_grad():
+        model.blocks[0].attn.W_Q[0, 0, 0] = float("nan")
+    with refused("must"):
+        getattr(mi, name)(model, n_prompts=256)
+
+
+@pytest.mark.parametrize("name", ["classify", "probe", "circuits"])
+def test_a_model_without_numbers_is_refused(name: str):
+    with refused("on the meta device", "assign=True"):
+        getattr(mi, name)(load("checkpoints/softmax-h2-s0").model.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"context_length": 1.5}, ["context_length", "whole number", "1.5"]),
+        ({"context_length": "9"}, ["context_length", "whole number", "'9'"]),
+        ({"dtype": torch.int32}, ["dtype", "torch.int32"]),
+        ({"dtype": "float32"}, ["dtype", "'float32'"]),
+    ],
+)
+def test_settings_of_prompts_are_checked(wrong: dict, words: list[str]):
+    with as_for_users(), refused(*words):
+        sample_prompts(load("checkpoints/softmax-h2-s0"), 8, **wrong)
+
+
+def test_check_of_a_bare_model_asks_for_its_checkpoint():
+    with as_for_users(), refused("check needs a checkpoint", "ICLTransformer"):
+        check(load("checkpoints/softmax-h2-s0").model)
+
+
+def test_arrays_of_any_order_and_precision_are_prompts():
+    x = np.random.default_rng(0).normal(size=(8, 4, 3))
+    plain = Prompts.from_arrays(x[::-1], x.sum(2)[::-1], x[::-1, 0], x[::-1, 1, 0])
+    for kind in (">f8", np.longdouble):
+        other = x.astype(kind)
+        turned = (other[::-1], other.sum(2)[::-1], other[::-1, 0], other[::-1, 1, 0])
+        found = Prompts.from_arrays(*turned)
+        assert torch.equal(found.x, plain.x)
+        assert torch.equal(found.y_query, plain.y_query)
+    hidden = np.ma.masked_array(x, x > 1)
+    with refused("x must have no masked entries"):
+        Prompts.from_arrays(hidden, x.sum(2), x[:, 0], x[:, 1, 0])

@@ -15,7 +15,7 @@ from torch import nn
 from mechinterp import figures
 from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
-from mechinterp.analysis.patching.pairing import graph_of
+from mechinterp.analysis.patching.graph import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.readings.losses import open_readings
 from mechinterp.checkpoints.load import load
@@ -29,6 +29,7 @@ from mechinterp.models.hooked.gradients import require_gradients
 from mechinterp.models.hooked.masks import require_sum
 from mechinterp.models.hooked.module import ModuleHooks
 from mechinterp.models.hooked.query_position import query_positions
+from mechinterp.models.hooked.transformer import ICLTransformer
 from mechinterp.models.run.evaluation import prompts_and_law
 from mechinterp.models.run.predictor import predictor_of
 
@@ -172,10 +173,10 @@ def _model(source: object, task: TaskLike | None) -> Checkpoint | HookedModule:
         return source
     if isinstance(source, str | Path):
         return load(source)
-    if isinstance(source, nn.Module):
+    if isinstance(source, nn.Module) and not isinstance(source, ICLTransformer):
         return hook_module(source, task=task)
     raise ValueError(
-        f"check needs a checkpoint, a module or a path, got a {type(source).__name__}."
+        f"check needs a checkpoint, a module of other code or a path, got a {type(source).__name__}."
     )
 
 

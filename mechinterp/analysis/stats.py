@@ -30,6 +30,16 @@ def require_moderate(predictions: Tensor) -> None:
         )
 
 
+def require_finite(stream: np.ndarray) -> None:
+    """Refuse a stream with entries that are not finite.
+
+    Raises:
+        ValueError: If an entry is NaN or infinite.
+    """
+    if not np.isfinite(stream).all():
+        raise ValueError("The model's stream must be finite, got NaN or infinite entries.")
+
+
 def mean_and_sem(
     values: Float[np.ndarray, " prompt *axes"],
 ) -> tuple[Float[np.ndarray, "*axes"], Float[np.ndarray, "*axes"]]:

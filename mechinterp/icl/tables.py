@@ -71,8 +71,10 @@ def rows_of_table(
 
 def _tensor(name: str, values: ArrayLike) -> Tensor:
     """Real, finite tensor; whole numbers become float64, and half precision float32."""
+    if np.ma.is_masked(values):
+        raise ValueError(f"{name} must have no masked entries; leave these prompts out.")
     try:
-        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
+        tensor = values.detach() if isinstance(values, Tensor) else torch.tensor(_native(values))
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} must be an array of numbers, got {type(values).__name__}."
@@ -85,6 +87,14 @@ def _tensor(name: str, values: ArrayLike) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} must hold finite numbers, got NaN or infinite ones.")
     return tensor
+
+
+def _native(values: ArrayLike) -> np.ndarray:
+    """An array in the byte order, with strides and of a precision that torch takes."""
+    array = np.ascontiguousarray(values)
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        return array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _split(x: Tensor, y: Tensor, context_length: int) -> tuple[int, int]:

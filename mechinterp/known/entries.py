@@ -22,7 +22,8 @@ from safetensors.numpy import load as read_arrays
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.patching.pairing import COMPONENTS, clean_and_corrupted, graph_of
+from mechinterp.analysis.patching.graph import COMPONENTS, graph_of
+from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE

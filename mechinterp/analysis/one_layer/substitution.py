@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,7 +33,8 @@ def faithfulness(
         >>> faithfulness(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]])).r2
         1.0
     """
-    loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
+    with np.errstate(over="ignore", invalid="ignore"):  # squares of huge predictions
+        loss, sem, r2, r2_sem = loss_and_r2(substitute.numpy(), prediction.numpy())
     rms = loss**0.5
     return Faithfulness(r2, r2_sem, rms, sem / (2 * rms) if rms else 0.0)
 

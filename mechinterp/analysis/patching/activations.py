@@ -152,11 +152,11 @@ def _patched(
     """The activation patched at one place after the other."""
     from transformer_lens.utilities import get_act_name  # slow import
 
-    _, other = inputs_of(hooked, clean, corrupted)
+    _, other = inputs_of(hooked.inputs, clean, corrupted)
     names = [get_act_name(activation, layer) for layer in range(hooked.n_layers)]
     with torch.no_grad():
         output, cached = hooked.activations(clean, names)
-        of_output = output_metric(hooked, metric, clean, output)
+        of_output = output_metric(hooked.read, metric, clean, output)
         before = of_output(hooked.model(other))
         shape = (len(clean), hooked.n_layers, _positions(activation, cached))
         effect = np.empty((*shape, hooked.n_heads) if activation in HEAD_PARTS else shape)

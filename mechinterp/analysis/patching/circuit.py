@@ -18,8 +18,8 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import N_EDGE_PAIRS, attribute_edges
+from mechinterp.analysis.patching.graph import GRAPHS
 from mechinterp.analysis.patching.pairing import (
-    GRAPHS,
     InputPair,
     clean_and_corrupted,
     hooks_of,

@@ -1,9 +1,7 @@
-"""Pairs of prompts for patching, which differ in the task vector only, and the graph of a model: senders write into the
-residual stream, receivers read it."""
+"""Pairs of prompts for patching, which differ in the task vector only, and what the nodes of a model make of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,10 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mechinterp.analysis.ablation.measured import Metric
+from mechinterp.analysis.patching.graph import Node, graph_of, layer_of, nodes_of
 from mechinterp.config import TaskConfig, TaskLike
 from mechinterp.icl.prompts import Prompts, generator_for
-from mechinterp.models.hooked.masks import mlp_name, resid_name, written, z_name
-from mechinterp.models.hooked.runner import HookedPredictor, class_name
+from mechinterp.models.hooked.masks import written
+from mechinterp.models.hooked.runner import HookedPredictor, read_prediction
+from mechinterp.models.layers import tokens_of
 from mechinterp.models.run.evaluation import (
     distinct_pairs,
     evaluation_prompts,
@@ -24,110 +24,13 @@ from mechinterp.models.run.evaluation import (
 )
 from mechinterp.models.run.n_prompts import LEAST, require_number
 from mechinterp.models.run.predictor import Source, predictor_of
+from mechinterp.models.weights import Weights
 
-COMPONENTS = ("q", "k", "v")
-GRAPHS = ("heads", "all")
-"""Values of `nodes`: edges between heads, or edges of the whole model."""
 SUM_ERROR = 1e-3
 """Largest difference between the last stream and the sum of what is written to it, relative to its largest entry. A
 larger difference means that the stream is no sum."""
 OutputMetric = Callable[[Tensor], Float[Tensor, " batch"]]
 """Function from a model's output to one number per prompt."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A sender (input, head, MLP) or a receiver (query, key or value of a head, MLP, output)."""
-
-    name: str
-    """Name such as "input", "L0H1", "L2H3.v", "L0MLP" or "output"."""
-    time: int
-    """Place in the order of computation. An edge goes from a sender to each receiver of a later time."""
-    hook: str
-    """Hook on what a sender writes (on z for a head), or on what a receiver computes from the stream."""
-    stream: str = ""
-    """Hook on the stream that a receiver reads; empty for a head or the input as a sender."""
-    head: int | None = None
-    """Number of the head in its layer; None for other nodes."""
-
-    @property
-    def own_input(self) -> str:
-        """Hook on a receiver's own copy of the stream."""
-        if self.head is not None:
-            return f"{self.hook}_input"
-        return self.hook.replace("hook_mlp_out", "hook_mlp_in")
-
-
-def graph_of(hooked: HookedPredictor, nodes: str) -> tuple[list[Node], list[Node]]:
-    """Senders and receivers of a model, in the order of computation.
-
-    Args:
-        nodes: "heads" for edges between heads; "all" for those of the whole model.
-    Raises:
-        ValueError: If `nodes` is another value, there is no edge, the stream is not a sum, or a hook is missing.
-    """
-    if nodes not in GRAPHS:
-        raise ValueError(f"nodes must be one of {', '.join(GRAPHS)}, got {nodes!r}.")
-    layers, heads = range(hooked.n_layers), range(hooked.n_heads)
-    senders, receivers = [], []
-    for layer, head in product(layers, heads):
-        name, time, stream = f"L{layer}H{head}", 2 * layer + 1, resid_name(layer)
-        senders.append(Node(name, time, z_name(layer), head=head))
-        receivers += [
-            Node(f"{name}.{part}", time, f"blocks.{layer}.attn.hook_{part}", stream, head)
-            for part in COMPONENTS
-        ]
-    if nodes == "all":
-        last = hooked.stream_name(len(layers))
-        senders.append(Node("input", 0, resid_name(0)))
-        receivers.append(Node("output", 2 * len(layers) + 1, last, last))
-        for layer in layers if getattr(hooked.model.cfg, "d_mlp", None) else ():
-            stream = f"blocks.{layer}.hook_resid_mid"
-            mlp = Node(f"L{layer}MLP", 2 * layer + 2, mlp_name(layer), stream)
-            senders.append(mlp)
-            receivers.append(mlp)
-    senders.sort(key=lambda node: node.time)
-    receivers.sort(key=lambda node: node.time)
-    first = senders[0].time
-    writing = [node for node in senders if node.time < receivers[-1].time]
-    reading = [node for node in receivers if node.time > first]
-    _require(hooked, writing, reading)
-    return writing, reading
-
-
-def _require(hooked: HookedPredictor, senders: Sequence[Node], receivers: Sequence[Node]) -> None:
-    """Refuse models without edges, with a stream that is not a sum, or without hooks on the nodes.
-
-    Raises:
-        ValueError: In these cases.
-    """
-    if not senders:
-        raise ValueError(
-            f"model must have at least 2 layers to have edges between heads, got {hooked.n_layers}."
-        )
-    model = hooked.model
-    blocks: Sequence[object] = model.blocks  # type: ignore[assignment]
-    if not all(getattr(block, "hook_out_is_single_residual_stream", True) for block in blocks):
-        raise ValueError(
-            "model must have a residual stream that is the sum of all outputs, got a norm after each layer."
-        )
-    unfollowed = getattr(model, "unfollowed", {})
-    for node in (*senders, *receivers):
-        for hook in {node.hook, node.stream} - {"", *model.hook_dict}:
-            why = f": {unfollowed[layer_of(hook)]}" if layer_of(hook) in unfollowed else ""
-            raise ValueError(
-                f"model must have the hook {hook}; this {class_name(model)} has none{why}."
-            )
-
-
-def layer_of(hook: str) -> int:
-    """Layer in the name of a hook.
-
-    Example:
-        >>> layer_of("blocks.2.attn.hook_z")
-        2
-    """
-    return int(hook.split(".")[1])
 
 
 def clean_and_corrupted(
@@ -166,7 +69,7 @@ def clean_and_corrupted(
     drawn = clean is None
     if drawn and n_prompts > LEAST and not isinstance(source, TaskConfig):
         few = evaluation_prompts(source, law=law, n_prompts=LEAST, seed=seed)
-        predictor_of(source).hooked.require_room(n_prompts, few)
+        predictor_of(source).require_room(n_prompts, few)
     clean = evaluation_prompts(source, clean, law=law, n_prompts=n_prompts, seed=seed)
     if corrupted is None and clean.beta is None:
         corrupted = with_permuted_y(clean, seed=seed)
@@ -217,6 +120,11 @@ def with_task_vectors(prompts: Prompts, beta: Float[Tensor, "batch d_x d_y"]) ->
     )
 
 
+def shares_of(ig_steps: int) -> list[float]:
+    """Points between the corrupted (0) and the clean prompts (1) at which gradients are taken."""
+    return [0.0] if ig_steps == 1 else [(k + 0.5) / ig_steps for k in range(ig_steps)]
+
+
 def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tensor) -> Tensor:
     """Hook that replaces its activation at one place of every prompt."""
     own = own.clone()
@@ -225,33 +133,38 @@ def put(own: Tensor, hook: object, *, at: tuple[int | slice, ...], values: Tenso
 
 
 def output_metric(
-    hooked: HookedPredictor, metric: Metric | None, clean: Prompts, output: Tensor
+    read: Callable[[Tensor], Tensor], metric: Metric | None, clean: Prompts, output: Tensor
 ) -> OutputMetric:
     """Metric of a model's output.
 
     Args:
+        read: Function from the output to the prediction.
         metric: None means minus the squared distance of the prediction to that on the clean prompts, unit y^2.
         output: The model's output on the clean prompts.
     Raises:
         ValueError: If the metric does not give one number per prompt.
     """
-    target = hooked.prediction(output, clean)
+    target = read_prediction(read, output, clean)
     if metric is None:
-        return lambda output: -(hooked.read(output) - target).square().sum(-1)
+        return lambda output: -(read(output) - target).square().sum(-1)
     values = metric(target, clean)
     if not isinstance(values, Tensor) or values.shape != (len(clean),):
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"metric must give one number per prompt, [{len(clean)}], got {got}.")
-    return lambda output: metric(hooked.read(output), clean)
+    return lambda output: metric(read(output), clean)
 
 
-def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tuple[Tensor, Tensor]:
+def inputs_of(
+    embed: Callable[[Prompts], Tensor], clean: Prompts, corrupted: Prompts
+) -> tuple[Tensor, Tensor]:
     """Inputs of the model for both kinds of prompts.
 
+    Args:
+        embed: Function from prompts to inputs.
     Raises:
         ValueError: If they differ in shape, or there are fewer than two prompts.
     """
-    inputs = hooked.inputs(clean), hooked.inputs(corrupted)
+    inputs = embed(clean), embed(corrupted)
     shapes = [list(each.shape) for each in inputs]
     if shapes[0] != shapes[1] or shapes[0][0] < 2:
         raise ValueError(
@@ -260,18 +173,72 @@ def inputs_of(hooked: HookedPredictor, clean: Prompts, corrupted: Prompts) -> tu
     return inputs
 
 
-@dataclass(frozen=True, eq=False)
-class InputPair:
-    """Clean and corrupted inputs of a model, its graph, and how the outputs of its senders differ."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GraphPair:
+    """Clean and corrupted inputs of a model, its graph, and a metric of its outputs."""
 
-    hooked: HookedPredictor
     clean: Tensor
     corrupted: Tensor
     senders: Sequence[Node]
     receivers: Sequence[Node]
+    metric: OutputMetric
+    outputs: tuple[Tensor, Tensor]
+    """Outputs on the clean and on the corrupted prompts."""
+
+    @torch.no_grad()
+    def gained(self) -> Float[np.ndarray, " batch"]:
+        """Metric on the clean prompts minus metric on the corrupted prompts."""
+        clean, corrupted = map(self.metric, self.outputs)
+        return (clean - corrupted).double().numpy(force=True)
+
+    @property
+    def edges(self) -> Bool[np.ndarray, "sender receiver"]:
+        """True where a sender comes before a receiver."""
+        times = [np.array([node.time for node in each]) for each in (self.senders, self.receivers)]
+        return times[0][:, None] < times[1]
+
+
+@torch.no_grad()
+def pair_of_weights(
+    weights: Weights, clean: Prompts, corrupted: Prompts, *, metric: Metric | None, nodes: str
+) -> GraphPair:
+    """Pair of prompts for a model without hooks and, for nodes="all", without MLPs.
+
+    Raises:
+        ValueError: If the inputs differ in shape, or there are fewer than two prompts.
+    """
+
+    def tokens(prompts: Prompts) -> Tensor:
+        own = prompts.to(weights.device).to(weights.dtype)
+        return tokens_of(own, weights.model, d_x=weights.d_x, d_y=weights.d_y)
+
+    def read(output: Tensor) -> Tensor:
+        return output[:, -1]
+
+    inputs = inputs_of(tokens, clean, corrupted)
+    predictor = predictor_of(weights)
+    predictions = [predictor.predict(each)[:, None] for each in (clean, corrupted)]
+    outputs = tuple(each.to(weights.device) for each in predictions)
+    senders, receivers = nodes_of(
+        weights.n_layers, weights.n_heads, nodes, "the last stream", False
+    )
+    return GraphPair(
+        clean=inputs[0],
+        corrupted=inputs[1],
+        senders=senders,
+        receivers=receivers,
+        metric=output_metric(read, metric, clean, outputs[0]),
+        outputs=(outputs[0], outputs[1]),
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InputPair(GraphPair):
+    """Pair of prompts for a hooked model, and how the outputs of its senders differ."""
+
+    hooked: HookedPredictor
     moved: Float[Tensor, "batch pos sender d_model"]
     """Output of each sender on the clean prompts minus that on the corrupted prompts."""
-    metric: OutputMetric
 
     @classmethod
     @torch.no_grad()
@@ -291,7 +258,7 @@ class InputPair:
                 with nodes="all" the last stream is not the sum of what the senders write.
         """
         senders, receivers = graph_of(hooked, nodes)
-        inputs = inputs_of(hooked, clean, corrupted)
+        inputs = inputs_of(hooked.inputs, clean, corrupted)
         last, hooks = hooked.stream_name(hooked.n_layers), hooks_of(senders)
         names = [*hooks, *([last] if nodes == "all" else [])]
         runs = [hooked.run_noting(each, names) for each in inputs]
@@ -299,20 +266,16 @@ class InputPair:
         moved = torch.cat([written_at(hooked.model, name, change[name]) for name in hooks], 2)
         if nodes == "all":
             _require_sum(moved.sum(2), change[last], type(hooked.model).__name__)
-        of_output = output_metric(hooked, metric, clean, runs[0][0])
-        return cls(hooked, *inputs, senders, receivers, moved, of_output)
-
-    @torch.no_grad()
-    def gained(self) -> Float[np.ndarray, " batch"]:
-        """Metric on the clean prompts minus metric on the corrupted prompts."""
-        clean, corrupted = (self.metric(self.hooked.model(t)) for t in (self.clean, self.corrupted))
-        return (clean - corrupted).double().numpy(force=True)
-
-    @property
-    def edges(self) -> Bool[np.ndarray, "sender receiver"]:
-        """True where a sender comes before a receiver."""
-        times = [np.array([node.time for node in each]) for each in (self.senders, self.receivers)]
-        return times[0][:, None] < times[1]
+        return cls(
+            hooked=hooked,
+            clean=inputs[0],
+            corrupted=inputs[1],
+            senders=senders,
+            receivers=receivers,
+            moved=moved,
+            metric=output_metric(hooked.read, metric, clean, runs[0][0]),
+            outputs=(runs[0][0], runs[1][0]),
+        )
 
 
 def hooks_of(senders: Sequence[Node]) -> list[str]:

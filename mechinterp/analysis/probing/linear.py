@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from mechinterp.analysis.stats import FOLDS, loss_and_r2
+from mechinterp.analysis.stats import FOLDS, loss_and_r2, require_finite
 
 PROBE_PENALTIES = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0)
 """Penalties that are tried, in units of the features' mean square."""
@@ -69,7 +69,11 @@ def cross_validated_probe(
     """Ridge predictions of each target: each fifth of the prompts is predicted from the other four.
 
     With fewer prompts than features, a large penalty wins.
+
+    Raises:
+        ValueError: If a feature is not finite.
     """
+    require_finite(features)
     fold_of, together = np.arange(len(features)) % FOLDS, np.hstack(targets)
     predictions = np.zeros((len(PROBE_PENALTIES), *together.shape))
     for fold in range(FOLDS):

@@ -19,7 +19,7 @@ from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.probing.target_functions import reweighted
 from mechinterp.analysis.result import Table
-from mechinterp.analysis.stats import mean_and_sem
+from mechinterp.analysis.stats import mean_and_sem, require_finite
 from mechinterp.config import TaskLike
 from mechinterp.display import Result, frame_of, with_sem
 from mechinterp.icl.prompts import Prompts
@@ -154,6 +154,7 @@ def p_probe(
     }
     for name, model in models.items():
         features[name] = predictor_of(model).query_streams(prompts, layer)
+        require_finite(features[name].numpy(force=True))
     return descent_curves(features, prompts, steps=steps)
 
 

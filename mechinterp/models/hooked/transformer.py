@@ -125,8 +125,12 @@ class ICLTransformer(HookedTransformerNames):
 
         Raises:
             ValueError: If a weight is no parameter of the model or the read-out of a model without `d_model` was
-                edited, so that the weights would not give the model's predictions.
+                edited, so that the weights would not give the model's predictions; or they are on the meta device.
         """
+        if any(parameter.is_meta for parameter in self.parameters()):
+            raise ValueError(
+                "the weights must be numbers, got a model on the meta device; model.load_state_dict(state, assign=True) gives it some."
+            )
         cfg = self.cfg
         if cfg.model.d_model is None:
             self.unembed.require_selection()

@@ -104,8 +104,8 @@ def sample_prompts(
             with the same covariates and noise.
         dtype: None: that of the model's weights; float32 for a task.
     Raises:
-        ValueError: If the source is neither a model nor a task or has no task, `n_prompts` is no whole
-            number >= 1, or the prompts do not fit into memory.
+        ValueError: If the source is neither a model nor a task or has no task, `n_prompts` or `context_length`
+            is no whole number >= 1, `dtype` is none for real numbers, or the prompts do not fit into memory.
     Source:
         He et al. 2025, arXiv 2503.12734, section 2 (x ~ N(0, I), beta ~ N(0, I/d), noisy responses).
     See also:
@@ -122,8 +122,11 @@ def sample_prompts(
         raise ValueError("sample_prompts needs a model or a task, got a function of prompts.")
     if isinstance(source, Mapping):
         source = as_task(source)
-    if n_prompts is not None:
-        require_whole(n_prompts, "n_prompts")
+    for name, number in (("n_prompts", n_prompts), ("context_length", context_length)):
+        if number is not None:
+            require_whole(number, name)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be one of torch's for real numbers, got {dtype!r}.")
     drawn = _drawn(source, None, n_prompts, seed, context_length, new_tasks=new_tasks)
     if dtype is None and isinstance(source, TaskConfig):
         dtype = torch.float32

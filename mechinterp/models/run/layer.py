@@ -18,7 +18,7 @@ from mechinterp.models.layers import (
     turned_by_position,
 )
 from mechinterp.models.recurrence import Memory, memory_of, written_before
-from mechinterp.models.run.attend import Attend, Keys
+from mechinterp.models.run.attend import Attend, Keys, Queries
 from mechinterp.models.weights import GATE_TENSORS, Weights
 
 ALL, LAST, X = slice(0, None), slice(-1, None), slice(0, None, 2)
@@ -48,29 +48,47 @@ class Layer:
 
     def z(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch row head d"]:
         """Weighted averages of the heads' values, at the rows."""
-        model, scale = self.weights.model, self.weights.scale
-        read = self._read(stream)
+        read = self.read(stream)
+        q, k, v = self.projections(read)
+        model = self.weights.model
+        if not model.recurrent:
+            return self.averages(q, k, v)
+        n_written = written_before(stream.shape[1], model)[self.rows]
+        q, k = self._placed(q, k)
+        return self._memory(k, v, read).read(q, n_written)
+
+    def projections(self, read: Float[Tensor, "batch pos d_model"]) -> tuple[Queries, Keys, Keys]:
+        """Queries at the rows, and keys and values at all positions, before positions turn them.
+
+        Args:
+            read: The stream as the heads read it.
+        """
         if self.rows == ALL:
             q, k, v = self._projected(read, "QKV")
-        else:
-            (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
+            return q, k, v
+        (q,), (k, v) = self._projected(read[:, self.rows], "Q"), self._projected(read, "KV")
+        return q, k, v
+
+    def averages(self, q: Queries, k: Keys, v: Keys) -> Float[Tensor, "batch row head d"]:
+        """Weighted averages of the values, from `projections`; the layer is not recurrent."""
+        return self.attend(*self._placed(q, k), v, self.weights.model, self.rows)
+
+    def _placed(self, q: Queries, k: Keys) -> tuple[Queries, Keys]:
+        """Queries times the scale, and keys, both turned by their positions."""
+        model = self.weights.model
         first, _, step = self.rows.indices(k.shape[1])
-        q = scale * turned_by_position(q, model, first=first, step=step)
-        k = turned_by_position(k, model)
-        if not model.recurrent:
-            return self.attend(q, k, v, model, self.rows)
-        n_written = written_before(stream.shape[1], model)[self.rows]
-        return self._memory(k, v, read).read(q, n_written)
+        q = self.weights.scale * turned_by_position(q, model, first=first, step=step)
+        return q, turned_by_position(k, model)
 
     def z_beside(
         self, asking: Float[Tensor, "batch row d_model"], pairs: Float[Tensor, "batch key d_model"]
     ) -> Float[Tensor, "batch row head d"]:
         """Outputs of the heads of a recurrent layer for queries beside the pairs: query n reads the state after n pairs."""
-        (q,), read = self._projected(self._read(asking), "Q"), self._read(pairs)
+        (q,), read = self._projected(self.read(asking), "Q"), self.read(pairs)
         k, v = self._projected(read, "KV")
         return self._memory(k, v, read).read(self.weights.scale * q, range(asking.shape[1]))
 
-    def _read(self, stream: Float[Tensor, "batch pos d_model"]) -> Tensor:
+    def read(self, stream: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """Stream as the heads read it."""
         return self._normed("ln1", stream) if self.weights.model.norm == "before" else stream
 

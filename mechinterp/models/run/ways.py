@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import require_memory
 from mechinterp.models.hooked.masks import Head, require_heads, require_method
 from mechinterp.models.hooked.runner import HookedPredictor
 from mechinterp.models.layers import tokens_of
@@ -365,6 +366,18 @@ class Predictor(ABC):
         else:
             read = general.read_out(fast[0], stream[:, None].to(fast[0].device))[:, 0]
         return read.to(prompts.x.device)
+
+    def require_room(self, n_prompts: int, like: Prompts) -> None:
+        """Refuse a run on this many prompts like the given ones, if it does not fit into memory.
+
+        Raises:
+            ValueError: With the bytes needed and the bytes available.
+        """
+        if (fast := self._fast(like)) is None:
+            return self.hooked.require_room(n_prompts, like)
+        length = like.x.shape[1]
+        needed = n_prompts * general.pass_bytes(fast[0], length)
+        return require_memory(needed, f"{n_prompts} prompts of {length} pairs at once")
 
     def require_layer(self, layer: int) -> None:
         """Refuse a number of layers outside 0 to n_layers.
