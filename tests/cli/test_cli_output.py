@@ -1,5 +1,6 @@
 """What is printed where standard output is closed, full or ASCII, where a disk is full, and of names with control characters."""
 
+import errno
 import io
 import os
 import subprocess
@@ -122,6 +123,20 @@ def test_a_full_disk_when_a_folder_is_claimed(run: Run, tmp_path: Path):
 def test_the_system_s_words_stand_for_its_number(tmp_path: Path):
     with full(3), pytest.raises(OSError, match="File too large") as error:
         write_new(tmp_path / "x", lambda file: file.write_text("long"))
+    assert error.value.filename == str(tmp_path / "x")
+
+
+def test_a_read_only_file_system_is_told_by_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such a system refuses to delete the temporary file, too, even if there is none."""
+
+    def refuses(path: Path, *_: object, **__: object):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    with pytest.raises(OSError, match="Read-only file system") as error:
+        write_new(tmp_path / "x", refuses)
     assert error.value.filename == str(tmp_path / "x")
 
 
