@@ -13,7 +13,8 @@ from torch import Tensor
 
 from analyses.known.gradients import own_inputs
 from analyses.known.plain import Plain
-from mechinterp.analysis.patching.pairing import InputPair, Node, layer_of
+from mechinterp.analysis.patching.graph import Node, layer_of
+from mechinterp.analysis.patching.pairing import InputPair
 from mechinterp.known import Entry
 from mechinterp.known.truth import KINDS, MOST_SUBSETS
 from mechinterp.models.hooked.masks import resid_name, z_name

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mechinterp import ablate, attribute_edges, predictor_of
-from mechinterp.analysis.patching.pairing import COMPONENTS, InputPair, put
+from mechinterp.analysis.patching.graph import COMPONENTS
+from mechinterp.analysis.patching.pairing import InputPair, put
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.icl.prompts import Prompts
 from mechinterp.known.entries import edge_place

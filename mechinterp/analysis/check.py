@@ -15,7 +15,7 @@ from torch import nn
 from mechinterp import figures
 from mechinterp.analysis import needs, registry
 from mechinterp.analysis.learners.nearest import TaskLoss, task_loss
-from mechinterp.analysis.patching.pairing import graph_of
+from mechinterp.analysis.patching.graph import graph_of
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.foreign.readings.losses import open_readings
 from mechinterp.checkpoints.load import load

@@ -6,6 +6,8 @@ algorithm is a function of moments and scalars, as those in `icl.algorithms` are
 length; else 1.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +20,11 @@ from mechinterp.icl.algorithm import (
     part_of_inverse_curvature,
     usual_penalty,
 )
+from mechinterp.icl.prompts import Prompts
+from mechinterp.memory import chunks
 
+_CACHED = 2**20
+"""Bytes of the largest tensor of a few prompts that are computed at once, so that it stays in a cache of the processor."""
 _SMALLEST_GATE = 1e-3
 """Lower bound of a factor per pair in fits."""
 
@@ -45,16 +51,21 @@ def _online(
     The errors e_l = y_l - sum_{m < l} gate^(l - m) s_m <x_l, x_m> e_m solve a triangular system, so that no loop over the
     pairs is needed: w = sum_l gate^age s_l x_l e_l.
     """
-    x, n_pairs = moments.prompts.x, moments.context_length
-    steps = eta / (1 + norm * x.square().sum(-1))
-    places = torch.arange(n_pairs, dtype=torch.float64, device=x.device)
-    later = (places[:, None] - places).clamp(min=0)
-    mixed = (gate.reshape(()) ** later * (x @ x.mT) * steps[:, None]).tril(-1)
-    identity = torch.eye(n_pairs, dtype=x.dtype, device=x.device)
-    errors = torch.linalg.solve_triangular(identity + mixed, moments.prompts.y, upper=False)
-    similarity = (x @ moments.prompts.x_query[..., None])[..., 0]
-    weights = _faded(gate, n_pairs) * steps * similarity
-    return (weights[:, None] @ errors)[:, 0].expand(n_layers, -1, -1)
+    n_pairs = moments.context_length
+    places = torch.arange(n_pairs, dtype=torch.float64, device=eta.device)
+    faded = gate.reshape(()) ** (places[:, None] - places).clamp(min=0)
+    identity = torch.eye(n_pairs, dtype=torch.float64, device=eta.device)
+
+    def predicted(prompts: Prompts) -> Tensor:
+        x = prompts.x
+        steps = eta / (1 + norm * x.square().sum(-1))
+        mixed = (faded * (x @ x.mT) * steps[:, None]).tril(-1)
+        errors = torch.linalg.solve_triangular(identity + mixed, prompts.y, upper=False)
+        similarity = (x @ prompts.x_query[..., None])[..., 0]
+        weights = _faded(gate, n_pairs) * steps * similarity
+        return (weights[:, None] @ errors)[:, 0]
+
+    return _by_chunks(predicted, moments.prompts, 8 * n_pairs**2).expand(n_layers, -1, -1)
 
 
 def _recursive(moments: PromptMoments, n_layers: int, alpha: Tensor, penalty: Tensor) -> Tensor:
@@ -63,12 +74,27 @@ def _recursive(moments: PromptMoments, n_layers: int, alpha: Tensor, penalty: Te
     With sums over a fixed length L_0 the penalty of longer prompts is alpha^(L - L_0) penalty: that of the recursion of
     textbooks, which starts from P = I / penalty_0 and has the penalty alpha^L penalty_0 after L pairs.
     """
-    x, n_pairs = moments.prompts.x, moments.context_length
-    weighted = x * _faded(alpha, n_pairs)[:, None]
+    n_pairs, d_x = moments.prompts.x.shape[1:]
+    faded = _faded(alpha, n_pairs)[:, None]
     more = n_pairs - n_pairs / moments.scale
-    ridge = penalty * alpha**more * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
-    w = torch.linalg.solve(weighted.mT @ x + ridge, weighted.mT @ moments.prompts.y)
-    return (moments.prompts.x_query[:, None] @ w)[:, 0].expand(n_layers, -1, -1)
+    identity = torch.eye(d_x, dtype=torch.float64, device=alpha.device)
+    ridge = penalty * alpha**more * identity
+
+    def predicted(prompts: Prompts) -> Tensor:
+        weighted = prompts.x * faded
+        w = torch.linalg.solve(weighted.mT @ prompts.x + ridge, weighted.mT @ prompts.y)
+        return (prompts.x_query[:, None] @ w)[:, 0]
+
+    n_bytes = 8 * d_x * max(n_pairs, d_x)
+    return _by_chunks(predicted, moments.prompts, n_bytes).expand(n_layers, -1, -1)
+
+
+def _by_chunks(
+    predicted: Callable[[Prompts], Tensor], prompts: Prompts, n_bytes: int
+) -> Float[Tensor, "batch d_y"]:
+    """Predictions for a few prompts at a time; `n_bytes` is the size of the largest tensor of one prompt."""
+    size = max(1, _CACHED // max(1, n_bytes))
+    return torch.cat([predicted(prompts[rows]) for rows in chunks(len(prompts), size)])
 
 
 def _scalar(name: str, start: float, lower: float = 0.0) -> Scalar:

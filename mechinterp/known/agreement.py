@@ -71,7 +71,7 @@ def score_edges_of_all(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     Args:
         ranking: `entry.edges()` with a column "value"; the sign is ignored.
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     Source:
         CPR and CMD: Mueller et al. 2025, "MIB", arXiv 2504.13151.
     """
@@ -88,7 +88,7 @@ def edge_values(entry: Entry, ranking: Any) -> Float[np.ndarray, " edge"]:
     """Value of each edge of an entry, in the order of `entry.edges()`.
 
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     """
     places = entry.edges()
     if not isinstance(ranking, pd.DataFrame):

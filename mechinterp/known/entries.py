@@ -22,7 +22,8 @@ from safetensors.numpy import load as read_arrays
 from torch import Tensor, nn
 
 from mechinterp.analysis.one_layer.linear_components import heads_of_linear
-from mechinterp.analysis.patching.pairing import COMPONENTS, clean_and_corrupted, graph_of
+from mechinterp.analysis.patching.graph import COMPONENTS, graph_of
+from mechinterp.analysis.patching.pairing import clean_and_corrupted
 from mechinterp.checkpoints.checkpoint import Checkpoint
 from mechinterp.checkpoints.load import load
 from mechinterp.checkpoints.shipped import BUNDLED, CLONE
@@ -193,7 +194,7 @@ class Entry:
 
     @property
     def without_truth(self) -> "Entry":
-        """The same entry without its answers, as methods get it."""
+        """Copy of the entry without its answers, as methods get it."""
         blind = replace(self, truth=Truth())
         # A file is read once; models and weights are two, so that hooks and edits which a method leaves change no score.
         blind.__dict__["checkpoint"] = replace(

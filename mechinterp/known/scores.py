@@ -144,7 +144,7 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     Args:
         ranking: `entry.edges()` with a column "value"; the sign is ignored, and ties are broken at random.
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     Source:
         CPR and CMD: Mueller et al. 2025, "MIB", arXiv 2504.13151.
     """

@@ -50,7 +50,8 @@ class Variable:
     def counterfactual(
         self, hooked: Any, base: Prompts, source: Prompts
     ) -> Float[Tensor, "prompt d_y"]:
-        """Prediction of a model for base prompts, moved as the variable's value on the source prompts moves the algorithm's.
+        """Prediction of a model for base prompts, plus the change that the variable's value on the source prompts makes in the
+        algorithm's prediction.
 
         Raises:
             ValueError: If base and source differ in shape.

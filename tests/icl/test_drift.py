@@ -24,6 +24,8 @@ from mechinterp.config import (
     from_dict,
     override,
 )
+from mechinterp.icl.algorithm import Algorithm, PromptMoments
+from mechinterp.icl.along_pairs import ALONG_PAIRS
 from mechinterp.icl.predictors import kalman, ridge
 from mechinterp.icl.prompts import draw_prompts
 from mechinterp.presets import preset
@@ -216,3 +218,17 @@ def test_the_closed_form_of_excess_risks_is_their_mean_over_prompts():
     errors = (predictions - moving.y_query_clean[:, 0]).square()
     spread = errors.std() / len(errors) ** 0.5
     assert abs(errors.mean() - drift.risk(weights, law)) < 4 * spread
+
+
+@pytest.mark.parametrize("learner", ALONG_PAIRS, ids=lambda learner: learner.label)
+def test_learners_along_the_pairs_treat_every_prompt_alone(learner: Algorithm):
+    """300 pairs: a matrix of pairs and pairs takes 0.7 MB, so that the prompts are computed one by one."""
+    task = TaskConfig(d_x=4, context_length=300)
+    prompts = draw_prompts(task, 5, dtype=torch.float64)
+    scalars = learner.start(PromptMoments(prompts, task), 1)
+    whole, *alone = (
+        learner.predictions(PromptMoments(prompts[rows], task), scalars, 1)[0]
+        for rows in (slice(None), *(slice(row, row + 1) for row in range(5)))
+    )
+    assert whole.isfinite().all()
+    torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-12, atol=0)

@@ -33,7 +33,7 @@ from analyses.known.pruning import (
 )
 from mechinterp import attribute_edges
 from mechinterp.analysis.patching.circuit import circuit_output
-from mechinterp.analysis.patching.edges import estimated_effects
+from mechinterp.analysis.patching.edges_by_hooks import estimated_effects
 from mechinterp.known import Entry, Suite, read_submission, suite
 from mechinterp.known.agreement import score_subspaces
 from mechinterp.known.truth import KINDS

@@ -229,9 +229,8 @@ def _through_omega(
 ) -> Float[np.ndarray, " prompt"]:
     """Influence of each prompt on the best mu through the best omega, times the number of prompts.
 
-    (omega, mu) minimise D = mean |f - mu s(omega)|^2. A prompt with 1 / n more weight moves them by
-    -H^-1 psi_i / n, where H has the second derivatives of D, and psi_i the first derivatives of the
-    prompt's own |f_i - mu s_i|^2. The result is the motion of mu minus its motion at a fixed omega.
+    (omega, mu) minimise D = mean |f - mu s(omega)|^2. With 1 / n more weight on a prompt they move by -H^-1 psi_i / n. H has
+    the second derivatives of D, and psi_i the first derivatives of |f_i - mu s_i|^2 of this prompt. The result is the motion of mu minus its motion at a fixed omega.
     """
     prompts, step = prompts.to(torch.float64), OMEGA_STEP / prompts.x.square().mean().item()
     below, s, above = (

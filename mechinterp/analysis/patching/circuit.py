@@ -18,8 +18,8 @@ from torch import Tensor
 from mechinterp import figures
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.patching.edges import N_EDGE_PAIRS, attribute_edges
+from mechinterp.analysis.patching.graph import GRAPHS
 from mechinterp.analysis.patching.pairing import (
-    GRAPHS,
     InputPair,
     clean_and_corrupted,
     hooks_of,
@@ -47,9 +47,9 @@ Kept = Bool[np.ndarray, "sender receiver"]
 class CircuitFaithfulness(Result):
     """Faithfulness of the first edges of a circuit, over their number.
 
-    f(k) = (m(k) - m(0)) / (m(all) - m(0)), NaN if both differences are 0 on all prompts, with m minus the squared distance to the full model's prediction when k
+    f(k) = (m(k) - m(0)) / (m(all) - m(0)). Here m(k) is minus the squared distance to the full model's prediction when k
     edges are kept and all others carry the outputs of corrupted prompts. With all edges m is 0, its largest value: f is at
-    most 1, and CMD = 1 - CPR.
+    most 1, and CMD = 1 - CPR. f is NaN if m(0) is 0, too: no edge changes a prediction.
     """
 
     COLUMNS: ClassVar = {
@@ -236,7 +236,7 @@ def edge_places(circuit: pd.DataFrame, pair: InputPair) -> Int[np.ndarray, "edge
     """Indices of the sender and the receiver of each edge of a circuit.
 
     Raises:
-        ValueError: If the model has no such edge, or an edge stands twice.
+        ValueError: If the model has no such edge, or an edge occurs twice.
     """
     senders = {node.name: index for index, node in enumerate(pair.senders)}
     receivers = {node.name: index for index, node in enumerate(pair.receivers)}

@@ -115,7 +115,7 @@ class HookedModule(Run):
         return dict(vars(self))
 
     def at_length(self, context_length: int) -> "HookedModule":
-        """The same module for a task with another context length."""
+        """Copy for a task with another context length."""
         return replace(self, task=replace(self.task, context_length=context_length))
 
     @property

@@ -147,7 +147,7 @@ class Reading:
         return self.build()
 
     def to_document(self) -> dict[str, object]:
-        """Its choices, its loss, and the flag `stands`."""
+        """Choices, loss, and the flag `stands`."""
         numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
         return {**self.tried, **numbers}
 
