@@ -140,6 +140,23 @@ def test_a_read_only_file_system_is_told_by_the_name_of_the_file(
     assert error.value.filename == str(tmp_path / "x")
 
 
+def test_a_terminal_shows_the_progress_of_a_training_from_the_start(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with progress_bar():
+        assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with progress_bar(quiet=True):
+        assert capsys.readouterr().err == ""
+    with progress_bar():
+        assert "preparing" in capsys.readouterr().err
+    ended = capsys.readouterr().err
+    assert "preparing" not in ended.rpartition("\x1b[2K")[2]  # the line is erased
+    with progress_bar() as show:
+        show(Progress(step=1, steps=2, n_models=3, loss=1.0, steps_per_second=1.0))
+    assert "3 models" in capsys.readouterr().err
+
+
 # Names of files and folders with control characters: shown as escapes, on the terminal and on the page.
 
 # Escape sequences of 7 and 8 bits, a turned direction of writing, a bell, an end of line.
