@@ -208,9 +208,9 @@ def _kernel_omega(
         return factor, float(np.square(prediction - factor * shape).mean())
 
     size = prompts.x.square().mean().item()
-    if not size:  # every kernel smoother is the mean of y
+    top = 2 / size / prompts.x.shape[2] ** 0.5 if size else np.inf
+    if np.isinf(top):  # x is 0: every kernel smoother is the mean of y
         return 0.0, np.zeros(len(prompts))
-    top = 2 / size / prompts.x.shape[2] ** 0.5
     both = [
         minimize_scalar(
             lambda omega: at(float(omega))[1],

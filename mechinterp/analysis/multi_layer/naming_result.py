@@ -213,6 +213,8 @@ class Naming(Named, Result):
         return "; ".join(parts)
 
     def _useless(self) -> str:
+        if self.measured.without_targets:
+            return "the targets are 0 on all prompts, so that no error has a size; next: give prompts with their y_query"
         scale = self.measured.scale
         text = f"the model's excess risk is {self.measured.relative_risk:.3g} times that of predicting 0"
         best = f"(ridge regression {scale.ridge:.3g})"

@@ -183,6 +183,11 @@ class Measured:
         """True if the model does its task."""
         return self.relative_risk < USELESS
 
+    @property
+    def without_targets(self) -> bool:
+        """True if the targets are 0 on all prompts, so that no risk is defined relative to predicting 0."""
+        return not np.isfinite(self.scale.ridge)
+
 
 @dataclass(frozen=True)
 class Named:
@@ -203,7 +208,8 @@ def decide(
     """The label that the numbers earn, with each scored prompt taken `counts` times."""
     if not measured.useful:
         scale = measured.scale
-        label = UNDETERMINED if scale.helps or scale.two_values else UNSTRUCTURED
+        unclear = scale.helps or scale.two_values or measured.without_targets
+        label = UNDETERMINED if unclear else UNSTRUCTURED
         return Named(label, UNDETERMINED, UNDETERMINED, {})
     last = _judged(measured, limits, counts, by_layer=False)
     path = _judged(measured, limits, counts, by_layer=True)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import with_error
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.probing.linear import cross_validated_probe
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
@@ -84,8 +84,7 @@ class ReadOut(Result):
 
     def __repr__(self) -> str:
         whole = self.head < 0
-        fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
-        own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
+        fitted, own = (" ".join(map(cell, r2[0, whole])) for r2 in (self.fitted_r2, self.own_r2))
         return f"ReadOut(R² of y before each layer and at the end: fitted {fitted}; own {own})"
 
     def sentences(self) -> list[str]:
