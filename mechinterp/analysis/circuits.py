@@ -100,19 +100,24 @@ class Circuits(Result):
         return (*(f"x{i}" for i in range(d_x)), *(f"y{n}" if d_y > 1 else "y" for n in range(d_y)))
 
     def __repr__(self) -> str:
+        return f"Circuits({self._summary})"
+
+    @property
+    def _summary(self) -> str:
+        """Heads of one layer, or the sizes and the head with the largest mu."""
         n_layers, n_heads = self.QK.shape[:2]
         shape = f"{counted(n_layers, 'layer')} of {counted(n_heads, 'head')}"
         if self.of_weights_alone:
-            return f"Circuits({shape}, of the weights alone, because the model has {self.of_weights_alone})"
+            return f"{shape}, of the weights alone, because the model has {self.of_weights_alone}"
         omega, mu = self.omega_mean.ravel(), self.mu.mean(2).ravel()
         names = head_names((n_layers, n_heads))
         heads = [
             f"{n} omega {o:+.3f} mu {m:+.3f}" for n, o, m in zip(names, omega, mu, strict=True)
         ]
         if n_layers == 1:
-            return f"Circuits({'; '.join(heads)})"
+            return "; ".join(heads)
         largest = heads[int(np.abs(self.mu).mean(2).argmax())]
-        return f"Circuits({shape}, direct paths; largest |mu| {largest})"
+        return f"{shape}, direct paths; largest |mu| {largest}"
 
     def sentences(self) -> list[str]:
         """Heads, and how the circuits are made of the weights."""
@@ -131,7 +136,7 @@ class Circuits(Result):
             if not np.isnan(values).all()
         ]
         recurrent = f"Heads are recurrent: {'; '.join(gates)}." if gates else ""
-        return [f"{self!r}.", how, *filter(None, [recurrent])]
+        return [f"{self._summary}.", how, *filter(None, [recurrent])]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
