@@ -196,6 +196,10 @@ class Prompts:
         """The same prompts on another device or in another dtype."""
         return self._each(lambda tensor: tensor.to(target))
 
+    def clone(self) -> "Prompts":
+        """The same prompts in memory of their own; gradients flow to the first ones."""
+        return self._each(Tensor.clone)
+
     def distinct(self) -> "Prompts":
         """The prompts without repetitions: the first of all rows with the same pairs in the same order and the same query.
 
