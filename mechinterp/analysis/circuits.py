@@ -256,9 +256,8 @@ def circuits(source: Source) -> Circuits:
         OV = read
         if "W_in" in tensors:
             QK, OV = tensors["W_in"] @ QK @ tensors["W_in"].mT, tensors["W_in"] @ OV
-    about_tokens = _in_tokens(QK, OV, d_x, weights.d_y)
-    if alone:
-        about_tokens = {n: torch.full_like(v, torch.nan) for n, v in about_tokens.items()}
+    sizes = d_x, weights.d_y
+    about_tokens = _unknown(ov_read, *sizes) if alone else _in_tokens(QK, OV, *sizes)
     norm = torch.linalg.matrix_norm
     of_any = {"QK": QK, "OV": OV, "qk_norm": norm(QK), "ov_norm": norm(OV), "ov_read": ov_read}
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
@@ -281,6 +280,16 @@ def _in_tokens(QK: Tensor, OV: Tensor, d_x: int, d_y: int) -> dict[str, Tensor]:
         "ov_last_entry": part_of(mu, OV),
         "ov_x_leak": OV[..., :d_x, :].abs().amax((2, 3)),
     }
+
+
+def _unknown(
+    like: Float[Tensor, "layer head"], d_x: int, d_y: int
+) -> dict[str, Float[Tensor, "layer head *entry"]]:
+    """NaN in place of the numbers of circuits in token coordinates."""
+    nan = torch.full_like(like, torch.nan)
+    entries = {"omega": d_x, "mu": d_y}
+    of_entries = {name: nan[..., None].expand(-1, -1, size) for name, size in entries.items()}
+    return of_entries | dict.fromkeys(TOKEN_NUMBERS, nan)
 
 
 def _constant(weights: Weights, name: str, *, like: Tensor) -> Float[Tensor, "layer head"]:

@@ -38,6 +38,11 @@ first_times = partial(lambda factor, prompts: factor * prompts.y[:, 0], 0.5)
 half_in_a_lambda = lambda prompts: prompts.y[:, 0] / 2
 
 
+def prints(prompts):
+    print("from inside")
+    return prompts.y[:, 0] / 2
+
+
 def leaves():
     raise SystemExit
 
@@ -155,6 +160,16 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
     err = run("error-curve", "module_of_mine:hooked", "--n-prompts", 16).done().err
     assert "task.noise_var = 0.1" in err
     assert "task.d_x" not in err
+
+
+def test_prints_of_a_users_code_are_not_in_the_json(run: Run, mine: Path):
+    settings = ("--task", "task.json", "--n-prompts", 256)
+    ran = run("compare-learners", "module_of_mine:prints", *settings, "--json")
+    silent = run("compare-learners", "module_of_mine:half_of_the_first", *settings, "--json")
+    assert ran.done().document["rows"] == silent.document["rows"]
+    assert "from inside" in ran.err
+    assert "from inside" in run("compare-learners", "module_of_mine:prints", *settings).done().out
+    assert "Usage" in run("compare-learners", "--json", "--help").out
 
 
 @pytest.mark.parametrize(
