@@ -116,7 +116,7 @@ def bars(
     figure.update_yaxes(title_text=y_title, zeroline=True)
     figure.update_layout(barmode="group", showlegend=len(groups) > 1)
     figure = finish(figure, title, height=HEIGHT)
-    if max(map(len, labels)) > LONG_LABEL:
+    if max(map(len, labels), default=0) > LONG_LABEL:
         figure.update_layout(legend={"yanchor": "bottom", "y": 1.02})
     return figure
 

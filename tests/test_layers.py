@@ -129,7 +129,7 @@ except SystemExit as ended:
     print(ended.code or 0, *sys.modules, file=sys.stderr)
 """
 HEAVY = {"transformer_lens", "transformers", "torch._dynamo", "sklearn", "ray", "jinja2"}
-HEAVY |= {"sympy", "scipy.interpolate"}
+HEAVY |= {"sympy", "scipy"}
 """What no classification needs."""
 
 
@@ -156,8 +156,8 @@ def test_classify_needs_the_weights_alone(kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sparse-h4-noise0.1-s0", "garg-gpt2"])
-def test_pages_of_stacks_need_the_weights_alone(model: str, tmp_path: Path):
+@pytest.mark.parametrize("model", ["sparse-h4-noise0.1-s0", "garg-gpt2", "softmax-h2-s0"])
+def test_pages_need_the_weights_alone(model: str, tmp_path: Path):
     arguments = ("report", f"checkpoints/{model}", "--out", str(tmp_path / "out"), "--quiet")
     code, loaded = loaded_by(*arguments, "--n-prompts", "128")
     assert code == "0"

@@ -100,19 +100,24 @@ class Circuits(Result):
         return (*(f"x{i}" for i in range(d_x)), *(f"y{n}" if d_y > 1 else "y" for n in range(d_y)))
 
     def __repr__(self) -> str:
+        return f"Circuits({self._summary})"
+
+    @property
+    def _summary(self) -> str:
+        """Heads of one layer, or the sizes and the head with the largest mu."""
         n_layers, n_heads = self.QK.shape[:2]
         shape = f"{counted(n_layers, 'layer')} of {counted(n_heads, 'head')}"
         if self.of_weights_alone:
-            return f"Circuits({shape}, of the weights alone, because the model has {self.of_weights_alone})"
+            return f"{shape}, of the weights alone, because the model has {self.of_weights_alone}"
         omega, mu = self.omega_mean.ravel(), self.mu.mean(2).ravel()
         names = head_names((n_layers, n_heads))
         heads = [
             f"{n} omega {o:+.3f} mu {m:+.3f}" for n, o, m in zip(names, omega, mu, strict=True)
         ]
         if n_layers == 1:
-            return f"Circuits({'; '.join(heads)})"
+            return "; ".join(heads)
         largest = heads[int(np.abs(self.mu).mean(2).argmax())]
-        return f"Circuits({shape}, direct paths; largest |mu| {largest})"
+        return f"{shape}, direct paths; largest |mu| {largest}"
 
     def sentences(self) -> list[str]:
         """Heads, and how the circuits are made of the weights."""
@@ -131,7 +136,7 @@ class Circuits(Result):
             if not np.isnan(values).all()
         ]
         recurrent = f"Heads are recurrent: {'; '.join(gates)}." if gates else ""
-        return [f"{self!r}.", how, *filter(None, [recurrent])]
+        return [f"{self._summary}.", how, *filter(None, [recurrent])]
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head."""
@@ -251,9 +256,8 @@ def circuits(source: Source) -> Circuits:
         OV = read
         if "W_in" in tensors:
             QK, OV = tensors["W_in"] @ QK @ tensors["W_in"].mT, tensors["W_in"] @ OV
-    about_tokens = _in_tokens(QK, OV, d_x, weights.d_y)
-    if alone:
-        about_tokens = {n: torch.full_like(v, torch.nan) for n, v in about_tokens.items()}
+    sizes = d_x, weights.d_y
+    about_tokens = _unknown(ov_read, *sizes) if alone else _in_tokens(QK, OV, *sizes)
     norm = torch.linalg.matrix_norm
     of_any = {"QK": QK, "OV": OV, "qk_norm": norm(QK), "ov_norm": norm(OV), "ov_read": ov_read}
     of_any |= {"qk_rank": effective_rank(QK), "ov_rank": effective_rank(OV)}
@@ -276,6 +280,16 @@ def _in_tokens(QK: Tensor, OV: Tensor, d_x: int, d_y: int) -> dict[str, Tensor]:
         "ov_last_entry": part_of(mu, OV),
         "ov_x_leak": OV[..., :d_x, :].abs().amax((2, 3)),
     }
+
+
+def _unknown(
+    like: Float[Tensor, "layer head"], d_x: int, d_y: int
+) -> dict[str, Float[Tensor, "layer head *entry"]]:
+    """NaN in place of the numbers of circuits in token coordinates."""
+    nan = torch.full_like(like, torch.nan)
+    entries = {"omega": d_x, "mu": d_y}
+    of_entries = {name: nan[..., None].expand(-1, -1, size) for name, size in entries.items()}
+    return of_entries | dict.fromkeys(TOKEN_NUMBERS, nan)
 
 
 def _constant(weights: Weights, name: str, *, like: Tensor) -> Float[Tensor, "layer head"]:

@@ -148,7 +148,7 @@ class Classified(Result):
 
     label: str
     reason: str
-    """One sentence: the number that decided."""
+    """Sentence with the number that decided."""
     near: Nearby
     """R² of simple learners against the prediction, nearest first."""
     loss: TaskLoss

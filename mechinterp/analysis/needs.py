@@ -85,7 +85,7 @@ def a_history(source: Model) -> bool:
 
 
 def one_linear_layer(source: Model) -> bool:
-    """One layer of linear attention that predicts a single response, on a single task."""
+    """True for one layer of linear attention that predicts a single response, on a single task."""
     weights, task = predictor_of(source).weights, source.task
     if weights is None or not one_attention(source):
         return False
@@ -94,7 +94,7 @@ def one_linear_layer(source: Model) -> bool:
 
 
 def jumps_ahead(source: Model) -> bool:
-    """A training of linear attention whose jumps follow from its initial weights."""
+    """True for a training of linear attention whose jumps follow from its initial weights."""
     if not isinstance(source, Checkpoint) or source.training is None:
         return False
     model = source.config.model

@@ -183,8 +183,7 @@ class OverSteps(Result):
         return {name: figure for name, figure in sliders.items() if figure is not None}
 
     def _slider(self, drawn: Sequence[go.Figure]) -> go.Figure | None:
-        """One figure for all steps, with one scale for heatmaps; None if the traces change or it
-        has frames already."""
+        """Figure for all steps, with one scale for heatmaps; None if the traces change or it has frames already."""
         kinds = {tuple((trace.type, trace.name) for trace in figure.data) for figure in drawn}
         if len(kinds) > 1 or any(figure.frames for figure in drawn):
             return None

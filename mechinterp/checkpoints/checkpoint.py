@@ -93,8 +93,7 @@ class Checkpoint(Run):
     proven: Mapping[str, object] = field(default_factory=dict)
     """Settings that recorded predictions prove."""
     origin: Mapping[str, object] = field(default_factory=dict)
-    """How a model was made, beyond training by its config: the model that was pruned, its heads,
-    later changes."""
+    """Origin of a model beyond training by its config: the model that was pruned, its heads, later changes."""
     readings: Sequence[Reading] = ()
     """Possible readings of a file that leaves settings open, that of `weights` first; empty if
     nothing was open."""
@@ -176,7 +175,7 @@ class Checkpoint(Run):
 
     @property
     def in_words(self) -> str:
-        """One line about the model: its kind, its task, its format, and what was assumed."""
+        """Line about the model: its kind, its task, its format, and what was assumed."""
         config, model = self.config, self.config.model
         kind = f"{model.score} attention"
         if not model.one_attention:
@@ -234,8 +233,7 @@ class Checkpoint(Run):
         return replace(self, step=step, weights=weights, readings=(), kept={})
 
     def at_length(self, context_length: int) -> "Checkpoint":
-        """The same model for a task with another context length, with which its prompts are then
-        drawn."""
+        """Copy for a task with another context length, with which prompts are then drawn."""
         train = self.config.train
         # Training draws prompts no longer than the task's.
         for name in ("shortest_context", "curriculum_length"):
@@ -246,7 +244,7 @@ class Checkpoint(Run):
         return replace(self, config=replace(self.config, task=task, train=train), assumed=stated)
 
     def to(self, device: torch.device | str) -> "Checkpoint":
-        """The same checkpoint with its weights on another device, where its model then runs.
+        """Copy with its weights on another device, where its model then runs.
 
         Example:
             >>> load("checkpoints/softmax-h2-s0").to("cpu").weights.device
@@ -255,7 +253,7 @@ class Checkpoint(Run):
         return replace(self, weights=self.weights.to(device))
 
     def under(self, reading: Reading) -> "Checkpoint":
-        """The same file with the weights and settings of one of its readings."""
+        """Checkpoint of the file under one of its readings."""
         weights = reading.weights.copied()
         task = replace(self.config.task, d_x=weights.d_x, d_y=weights.d_y)
         config = replace(self.config, model=weights.model, task=task)

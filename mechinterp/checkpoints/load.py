@@ -63,7 +63,7 @@ OTHER_FILES = {
 }
 """Advice for files of other kinds, by their endings."""
 OF_TRAINING = ("flat", "moment.", "row.", "snapshot.")
-"""How the names of all tensors begin in the state file of a training run."""
+"""Beginnings of the names of all tensors in the state file of a training run."""
 UNFINISHED = (
     "the state of a training run that is not finished; wait for its end, or continue it with "
     "--resume, then read the run folder"

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from typing import Annotated, NoReturn
 
 import typer
@@ -14,7 +15,14 @@ from mechinterp.cli.analyses import analyse, commands
 from mechinterp.cli.checkpoints import check, classify, convert, info, report
 from mechinterp.cli.interrupts import INTERRUPTED, stopped
 from mechinterp.cli.options import add_command, new_app, option
-from mechinterp.cli.printing import BROKEN_PIPE, TOO_LARGE, complain, is_out_of_memory, say
+from mechinterp.cli.printing import (
+    BROKEN_PIPE,
+    TOO_LARGE,
+    complain,
+    is_out_of_memory,
+    results_alone,
+    say,
+)
 from mechinterp.cli.scoring import score
 from mechinterp.cli.training import predict_jumps, sweep, train
 
@@ -56,7 +64,9 @@ def run() -> int:
         if getattr(sys, name) is None:  # closed by the calling process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
-        code = app(arguments, standalone_mode=False, prog_name="mechinterp")
+        as_json = "--json" in arguments and not {"--help", "-h"} & set(arguments)
+        with results_alone() if as_json else nullcontext():
+            code = app(arguments, standalone_mode=False, prog_name="mechinterp")
         if code == INTERRUPTED:  # by the argument parser
             stopped()
     except SystemExit as ended:

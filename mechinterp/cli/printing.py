@@ -5,12 +5,16 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TextIO
 
 BROKEN_PIPE = 141
 """Exit code that a shell gives for SIGPIPE."""
 TOO_LARGE = "needs more memory than is available."
+OUTPUT: ContextVar[TextIO | None] = ContextVar("output", default=None)
+"""Stream of results, while what a user's code prints goes to standard error; None: standard output."""
 
 
 @contextmanager
@@ -31,7 +35,8 @@ def about_paths(*paths: Path) -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """True if Python or PyTorch ran out of memory, on a GPU too."""
-    messages = ("allocate memory", "CUDA out of memory")
+    # The last one comes of an import.
+    messages = ("allocate memory", "CUDA out of memory", "failed to map segment")
     return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
 
 
@@ -91,7 +96,7 @@ def say(text: str, *, error: bool = False) -> None:
     """
     from mechinterp.checkpoints.io.files import one_line, spelled, visible
 
-    stream = sys.stderr if error else sys.stdout
+    stream = sys.stderr if error else OUTPUT.get() or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     shown = spelled(visible(text), encoding)
     shown = shown.encode(encoding, "backslashreplace").decode(encoding)
@@ -107,6 +112,17 @@ def say(text: str, *, error: bool = False) -> None:
         if isinstance(fault, BrokenPipeError):  # closed by its reader, such as `head`
             raise SystemExit(BROKEN_PIPE) from None
         raise ValueError(f"standard output: cannot be written ({one_line(fault)}).") from None
+
+
+@contextmanager
+def results_alone() -> Iterator[None]:
+    """Context in which standard output gets results only; prints of a user's code go to standard error."""
+    token = OUTPUT.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        OUTPUT.reset(token)
 
 
 def answer(document: object, text: str, *, as_json: bool) -> None:

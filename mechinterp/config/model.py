@@ -77,7 +77,7 @@ class ModelConfig:
     """Place of the layer norms: "before" attention and MLP, "before_mlp" alone, or "after" their
     outputs are added; None means no norm."""
     final_norm: bool = False
-    """True: a layer norm stands before the read-out."""
+    """True: a layer norm precedes the read-out."""
     norm_eps: float = 1e-5
     """Constant that norms add to the variance or mean square."""
     rms_norm: bool = False

@@ -236,7 +236,7 @@ class TaskConfig:
         return bool(self.given & {each.name for each in fields(self)} - SIZES)
 
     def assuming(self, names: Collection[str]) -> "TaskConfig":
-        """The same task with exactly these fields marked as assumed."""
+        """Copy with exactly these fields marked as assumed."""
         task = TaskConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
         object.__setattr__(task, "_given", task.given - set(names))
         return task

@@ -44,7 +44,7 @@ class TrainConfig:
     between this and task.context_length; None means always task.context_length. Models trained by
     autograd only."""
     schedule: str | None = None
-    """How the step size changes; None: it stays constant. "cosine": it falls to 0 along half a
+    """Change of the step size during training; None: it stays constant. "cosine": it falls to 0 along half a
     cosine. "one_cycle": PyTorch's OneCycleLR. "triangle": it rises and falls linearly, between 0
     and 0. Models trained by autograd only."""
     warm_up: int | None = None

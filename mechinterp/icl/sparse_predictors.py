@@ -1,8 +1,7 @@
 """Closed-form and iterative learners of sparse linear regression, the baselines of the models.
 
 Each takes prompts with one or several responses and gives predictions [batch, d_y]; learners with steps give
-[step, batch, d_y], step 0 first. Learners with a tuning value take it as an argument; `tuned` chooses the value with
-the smallest excess risk.
+[step, batch, d_y], step 0 first. Learners with a tuning value take it as an argument.
 """
 
 import torch
@@ -98,7 +97,7 @@ def descend(
     With more features than pairs u_t is a combination of the pairs' features, and its coefficients descend instead.
 
     Args:
-        eta: Step size; None: 1/lambda_max of each prompt's (1/L) features^T features.
+        eta: Step size; None: 1/lambda_max of each prompt's (1/L) features^T features, or 0 if all features are 0.
     Raises:
         ValueError: If steps is negative or eta not positive.
     """
@@ -117,7 +116,8 @@ def descend(
         gram, moment = columns @ columns.mT / length, responses / length
         at = (columns @ at[..., None])[..., 0]
     if eta is None:
-        rate = 1 / torch.linalg.eigvalsh(gram)[..., -1:]
+        largest = torch.linalg.eigvalsh(gram)[..., -1:].clamp(min=0)
+        rate = largest.reciprocal().nan_to_num(posinf=0)  # no step if all features are 0
     else:
         rate = torch.full_like(moment[..., :1], eta)
     u = torch.zeros_like(moment)

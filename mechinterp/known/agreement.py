@@ -17,6 +17,7 @@ from mechinterp.known.entries import Entry
 from mechinterp.known.truth import KINDS
 from mechinterp.known.variables import (
     angle_score,
+    as_numbers,
     control_score,
     interchange_score,
     require_subspace,
@@ -71,7 +72,7 @@ def score_edges_of_all(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     Args:
         ranking: `entry.edges()` with a column "value"; the sign is ignored.
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     Source:
         CPR and CMD: Mueller et al. 2025, "MIB", arXiv 2504.13151.
     """
@@ -88,7 +89,7 @@ def edge_values(entry: Entry, ranking: Any) -> Float[np.ndarray, " edge"]:
     """Value of each edge of an entry, in the order of `entry.edges()`.
 
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     """
     places = entry.edges()
     if not isinstance(ranking, pd.DataFrame):
@@ -98,7 +99,7 @@ def edge_values(entry: Entry, ranking: Any) -> Float[np.ndarray, " edge"]:
             f"edges must have the columns from, to and value, got {', '.join(map(str, ranking))}."
         )
     merged = places.merge(ranking, on=["from", "to"], how="left")
-    values = merged["value"].to_numpy(dtype=float)
+    values = as_numbers("edges, column value,", merged["value"])
     if len(ranking) != len(places) or len(merged) != len(places) or not np.isfinite(values).all():
         raise ValueError(
             f"edges must give each of the {len(places)} edges of {entry.name} one finite value."
@@ -131,7 +132,7 @@ def score_heads_of_all(entry: Entry, ranking: Float[np.ndarray, "layer head"]) -
         ValueError: If it is no finite array [layer, head].
     """
     model = entry.checkpoint.config.model
-    shape, values = (model.n_layers, model.n_heads), np.asarray(ranking, dtype=float)
+    shape, values = (model.n_layers, model.n_heads), as_numbers("heads", ranking)
     if values.shape != shape or not np.isfinite(values).all():
         raise ValueError(
             f"heads must be finite numbers {list(shape)}, got an array {list(values.shape)}."
@@ -160,7 +161,7 @@ def score_circuits(entry: Entry, circuits: Bool[np.ndarray, "size layer head"]) 
     """
     model = entry.checkpoint.config.model
     n = model.n_layers * model.n_heads
-    kept = np.asarray(circuits)
+    kept = as_numbers("circuits", circuits)
     shape = (n + 1, model.n_layers, model.n_heads)
     if kept.shape != shape or (kept.astype(bool).reshape(n + 1, -1).sum(1) != range(n + 1)).any():
         raise ValueError(

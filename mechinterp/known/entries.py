@@ -194,7 +194,7 @@ class Entry:
 
     @property
     def without_truth(self) -> "Entry":
-        """The same entry without its answers, as methods get it."""
+        """Copy of the entry without its answers, as methods get it."""
         blind = replace(self, truth=Truth())
         # A file is read once; models and weights are two, so that hooks and edits which a method leaves change no score.
         blind.__dict__["checkpoint"] = replace(

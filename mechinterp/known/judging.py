@@ -76,7 +76,7 @@ def judge_sampler(
         entries: The suite; None: the newest version with the trained models of the package.
         seeds: Seeds; each entry is estimated with each.
     Raises:
-        ValueError: If the answer is something else, an estimate is no number, or an error is negative. NaN is an estimate
+        ValueError: If there is no seed or no such entry, the answer is something else, an estimate is no number, or an error is negative. NaN is an estimate
             that was refused, and is never within its error.
     Example:
         >>> from mechinterp.known import suite
@@ -88,6 +88,9 @@ def judge_sampler(
     """
     known = suite() if entries is None else entries
     exact = {e: law.value for e in known.values() if (law := e.truth.learning_coefficient)}
+    if not exact or not len(seeds):
+        what = "an entry whose learning coefficient is known" if not exact else "a seed"
+        raise ValueError(f"judge_sampler needs at least one estimate, but there is not {what}.")
     own, rows = getattr(sampler, "__name__", type(sampler).__name__), []
     for entry, seed in progress([(e, s) for e in exact for s in seeds], "judging"):
         estimate, sem, gradients = _estimated(sampler, entry.without_truth, seed)

@@ -25,6 +25,7 @@ from mechinterp.known.agreement import (
     score_subspaces,
 )
 from mechinterp.known.entries import Entry, Suite, edge_place, suite
+from mechinterp.known.variables import as_numbers
 from mechinterp.progress import progress
 
 MEANINGS = {
@@ -144,7 +145,7 @@ def score_edges(entry: Entry, ranking: pd.DataFrame) -> dict[str, float]:
     Args:
         ranking: `entry.edges()` with a column "value"; the sign is ignored, and ties are broken at random.
     Raises:
-        ValueError: If an edge is missing, stands twice or has no finite value.
+        ValueError: If an edge is missing, occurs twice or has no finite value.
     Source:
         CPR and CMD: Mueller et al. 2025, "MIB", arXiv 2504.13151.
     """
@@ -172,7 +173,7 @@ def score_heads(entry: Entry, ranking: Float[np.ndarray, "layer head"]) -> dict[
     found: dict[str, float] = {}
     for name, known in (("heads", entry.truth.heads), ("shapley", entry.truth.shapley)):
         if known is not None:
-            values = np.asarray(ranking, dtype=float)
+            values = as_numbers("heads", ranking)
             if values.shape != known.value.shape or not np.isfinite(values).all():
                 shape = list(known.value.shape)
                 raise ValueError(
@@ -189,16 +190,19 @@ def score_learning_coefficient(entry: Entry, answer: Any) -> dict[str, float]:
     Args:
         answer: Tuple of the estimate and its standard error.
     Raises:
-        ValueError: If the answer is no such pair.
+        ValueError: If the answer is no such pair, or the error is negative.
     """
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ValueError(
             f"learning_coefficient must be a tuple (estimate, standard error), got {answer!r}."
         )
+    estimate, sem = as_numbers("learning_coefficient", answer).tolist()
+    if sem < 0:
+        raise ValueError(f"the standard error of learning_coefficient must be >= 0, got {sem}.")
     known = entry.truth.learning_coefficient
     if known is None:
         return {}
-    error, sem = float(answer[0]) - known.value, float(answer[1])
+    error = estimate - known.value
     within = float(abs(error) <= 2 * sem)
     return {"coefficient error": error / known.value, "coefficient within 2 sem": within}
 
@@ -226,7 +230,7 @@ def score_components(
         return {}
     from scipy.optimize import linear_sum_assignment  # slow import
 
-    directions, width = np.asarray(directions, dtype=float), known.value.shape[1]
+    directions, width = as_numbers("components", directions), known.value.shape[1]
     if directions.ndim != 2 or directions.shape[1] != width or not np.isfinite(directions).all():
         shape = list(directions.shape)
         raise ValueError(

@@ -50,7 +50,8 @@ class Variable:
     def counterfactual(
         self, hooked: Any, base: Prompts, source: Prompts
     ) -> Float[Tensor, "prompt d_y"]:
-        """Prediction of a model for base prompts, moved as the variable's value on the source prompts moves the algorithm's.
+        """Prediction of a model for base prompts, plus the change that the variable's value on the source prompts makes in the
+        algorithm's prediction.
 
         Raises:
             ValueError: If base and source differ in shape.
@@ -117,6 +118,20 @@ def width_of(hooked: Any, variable: Variable, prompts: Prompts) -> int:
     return cache[variable.hook].flatten(2).shape[2]
 
 
+def as_numbers(name: str, given: Any) -> Float[np.ndarray, "..."]:
+    """What a method gives under this name, as an array.
+
+    Raises:
+        ValueError: If it is no array of numbers.
+    """
+    try:
+        return np.asarray(given, dtype=float)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be an array of numbers, got {' '.join(f'{given!r:.80}'.split())}."
+        ) from None
+
+
 def require_subspace(variable: Variable, basis: Any, width: int) -> Float[np.ndarray, "size width"]:
     """The basis of a subspace as an array.
 
@@ -125,7 +140,8 @@ def require_subspace(variable: Variable, basis: Any, width: int) -> Float[np.nda
     Raises:
         ValueError: If it has another shape, is not finite or its vectors are dependent.
     """
-    given, shape = np.asarray(basis, dtype=float), (variable.size, width)
+    shape = (variable.size, width)
+    given = as_numbers(f"the subspace of {variable.name!r}", basis)
     if given.shape != shape or not np.isfinite(given).all():
         raise ValueError(
             f"the subspace of {variable.name!r} must be finite numbers {list(shape)}, got an array {list(given.shape)}."

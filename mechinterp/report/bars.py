@@ -21,14 +21,20 @@ from mechinterp.training.run import OnLog, Progress
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Progress bar of a training on standard error, with steps per second and time left; yields its `on_log` function.
+    A terminal shows it from the start: a large sweep takes half a minute to its first logged step.
 
     Args:
         quiet: True: nothing is shown.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Bar(*columns, console=Console(stderr=True), disable=quiet, redirect_stdout=_shown())
+    if bar.console.is_terminal and not quiet:
+        bar.start()
+        bar.add_task("preparing", total=None)
+        bar.live.transient = True
 
     def show(progress: Progress) -> None:
+        bar.live.transient = False
         if not bar.tasks:
             bar.start()
             bar.add_task("")

@@ -115,6 +115,20 @@ def test_where_tokens_do_not_pass_circuits_are_of_the_weights_alone(kind: dict, 
     assert "omega_mean" not in found.to_frame()
 
 
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_stream_as_narrow_as_x_or_narrower_has_circuits(width: int):
+    sizes = {"d_x": 8, "d_y": 2}
+    model = random_model(2, 2, sizes=sizes, d_model=width, d_head=2, norm="before", d_mlp=8)
+    found = circuits(model)
+    assert found.QK.shape == found.OV.shape == (2, 2, width, width)
+    assert (found.omega.shape, found.mu.shape) == ((2, 2, 8), (2, 2, 2))
+    assert np.isnan(found.omega).all()
+    assert np.isnan(found.qk_diagonal).all()
+    assert np.isfinite(found.qk_norm).all()
+    assert len(found.to_frame()) == 4
+    found.plot()
+
+
 def test_colours_of_circuits_in_the_stream_end_where_most_entries_lie():
     found = circuits(random_model(context_only=True, d_head=2, norm="before"))
     assert found.of_weights_alone

@@ -53,6 +53,7 @@ from mechinterp.models.constructions.descent import (
 from mechinterp.models.constructions.sparse import preprocess_then_optimise_model
 from mechinterp.models.hooked.query_position import NoStreamError
 from mechinterp.models.hooked.runner import HookedPredictor
+from mechinterp.models.run.evaluation import task_for
 from mechinterp.models.run.predictor import predictor_of
 from mechinterp.models.run.ways import Predictor
 from mechinterp.models.weights import Weights, stacked
@@ -369,6 +370,18 @@ def test_prompts_without_task_vectors_leave_sums_out_and_keep_the_law():
     assert found.risks["double length"] == other.risks["double length"]
 
 
+@pytest.mark.parametrize("pairs", [0.0, 1.0])
+def test_targets_that_are_all_0_say_nothing_about_a_model(pairs: float):
+    drawn = draw_prompts(TaskConfig(d_x=3), 32, dtype=torch.float64)
+    prompts = Prompts.from_arrays(drawn.x, pairs * drawn.y, drawn.x_query, 0 * drawn.y_query)
+    model = gradient_descent_model([0.5, 0.3], d_x=3)
+    found = name_algorithm(model, prompts, task="unknown")
+    assert (found.label, found.measured.without_targets) == ("undetermined", True)
+    law = task_for(model, "unknown", "classify", prompts)
+    for text in (found.reason, layered_classification(model, law).reason):
+        assert not {"nan", "inf"} & set(text.split())
+
+
 def test_mismatches_risk_and_effects_of_steps_have_errors_over_prompts():
     """On prompts that are given twice the means are the same and the errors are smaller by sqrt((n - 1) / (2 n - 1))."""
     task = TaskConfig(d_x=3, noise_var=0.0)
@@ -391,7 +404,7 @@ def test_mismatches_risk_and_effects_of_steps_have_errors_over_prompts():
     assert twice.relative_risk_sem == pytest.approx(fewer * once.relative_risk_sem, rel=1e-9)
     effects = step_effects(model, ALGORITHMS[0], np.array([0.5, 0.3]), prompts, task)
     assert effects is not None
-    assert (effects[["steps_r2_sem", "exchanged_r2_sem"]] > 0).all(axis=None)
+    assert (effects["steps_r2_sem"] > 0).all()
 
 
 def bayes(prompts: Prompts, levels: tuple[float, float], beta_var: float) -> Tensor:

@@ -203,6 +203,14 @@ def test_the_input_is_as_good_as_raw_x(few):
     assert len(found.plot().data) == 3
 
 
+def test_without_responses_descent_is_exact_and_areas_are_not_defined(few):
+    nothing = replace(few, y=0 * few.y, y_query_clean=0 * few.y_query_clean)
+    found = p_probe(random_model(), nothing, steps=3)
+    assert (found.risk[:2] == 0).all()
+    assert np.isnan([found.log_area, found.log_area_sem]).all()
+    found.plot()
+
+
 def test_descent_in_chunks_is_descent(few, monkeypatch):
     whole = p_probe(random_model(), few, steps=5)
     monkeypatch.setattr("mechinterp.memory.CHUNK_BYTES", 1)

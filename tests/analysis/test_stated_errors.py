@@ -42,8 +42,6 @@ LOW, HIGH, ERRORS = 0.75, 1.35, 3.0
 """A ratio fails where it lies outside these limits by more than `ERRORS` of its own standard errors."""
 ROUNDING = 1e-6
 """An estimate whose spread and error are below this part of its size is exact."""
-TOO_WIDE = {"exchanged_r2": 2**-0.5}
-"""Least ratio of fields whose docstring says that their error is too wide, and by how much."""
 TASK = TaskConfig(d_x=3, context_length=8)
 CHAINS = Chains(n_chains=4, n_draws=200, n_warmup=100, n_leapfrog=20)
 SHORT_CHAINS = replace(CHAINS, n_leapfrog=5)
@@ -305,9 +303,8 @@ def compared(name: str, seeds: int) -> pd.DataFrame:
     if case is None:
         return ratios([{}])
     frame = ratios([stated(result) for result in results(name, case, seeds)])
-    least = [TOO_WIDE.get(each.split(".")[-1].split("[")[0], LOW) for each in frame["estimate"]]
     above = frame["log_ratio"] - np.log(HIGH) > ERRORS * frame["sem"]
-    below = np.log(least) - frame["log_ratio"] > ERRORS * frame["sem"]
+    below = np.log(LOW) - frame["log_ratio"] > ERRORS * frame["sem"]
     return frame.assign(ratio=np.exp(frame["log_ratio"]), fails=above | below)
 
 

@@ -220,6 +220,14 @@ def test_a_reading_that_explodes_now_and_then_does_not_stand_beside_one_that_pre
     assert (second.predicts, second.ties, second.stands) == (False, False, False)
 
 
+def test_a_reading_whose_loss_is_no_number_is_no_rival_of_its_score():
+    zero = torch.ones(256)
+    errors = [(factor * zero, zero) for factor in (float("nan"), 0.2, 0.5)]
+    readings = ranked([({"score": "linear"}, lambda: STEP)] * 3, errors)
+    assert [each.loss for each in readings[:2]] == pytest.approx([0.2, 0.5])
+    assert [each.stands for each in readings] == [True, False, False]
+
+
 def test_a_reading_that_may_be_no_better_than_0_does_not_come_before_one_that_predicts():
     # The mean of the errors of the first is .5, the standard error of that .28.
     errors = [(tailed(0.1, 40.0, 2), ZERO), (tailed(0.2, 0.2, 0), ZERO)]

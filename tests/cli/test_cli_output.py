@@ -1,5 +1,6 @@
 """What is printed where standard output is closed, full or ASCII, where a disk is full, and of names with control characters."""
 
+import errno
 import io
 import os
 import subprocess
@@ -123,6 +124,37 @@ def test_the_system_s_words_stand_for_its_number(tmp_path: Path):
     with full(3), pytest.raises(OSError, match="File too large") as error:
         write_new(tmp_path / "x", lambda file: file.write_text("long"))
     assert error.value.filename == str(tmp_path / "x")
+
+
+def test_a_read_only_file_system_is_told_by_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such a system refuses to delete the temporary file, too, even if there is none."""
+
+    def refuses(path: Path, *_: object, **__: object):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    with pytest.raises(OSError, match="Read-only file system") as error:
+        write_new(tmp_path / "x", refuses)
+    assert error.value.filename == str(tmp_path / "x")
+
+
+def test_a_terminal_shows_the_progress_of_a_training_from_the_start(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with progress_bar():
+        assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with progress_bar(quiet=True):
+        assert capsys.readouterr().err == ""
+    with progress_bar():
+        assert "preparing" in capsys.readouterr().err
+    ended = capsys.readouterr().err
+    assert "preparing" not in ended.rpartition("\x1b[2K")[2]  # the line is erased
+    with progress_bar() as show:
+        show(Progress(step=1, steps=2, n_models=3, loss=1.0, steps_per_second=1.0))
+    assert "3 models" in capsys.readouterr().err
 
 
 # Names of files and folders with control characters: shown as escapes, on the terminal and on the page.

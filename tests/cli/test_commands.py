@@ -12,7 +12,7 @@ import torch
 
 from mechinterp.checkpoints.checkpoint import load, save
 from mechinterp.cli import interrupts
-from mechinterp.cli.printing import about_paths
+from mechinterp.cli.printing import about_paths, is_out_of_memory
 from mechinterp.config import ExperimentConfig, override
 from mechinterp.models.constructions.one_layer import diagonal_heads
 from mechinterp.presets import PRESETS
@@ -168,6 +168,11 @@ def test_a_gpu_that_is_full_is_told_as_memory_that_is_full():
     words = r"^model: needs more memory than is available\.$"
     with pytest.raises(ValueError, match=words), about_paths(Path("model")):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_library_that_does_not_fit_into_memory_is_told_as_memory_that_is_full():
+    assert is_out_of_memory(ImportError("x.so: failed to map segment from shared object"))
+    assert not is_out_of_memory(ImportError("x.so: cannot open shared object file"))
 
 
 def test_bad_config_files_are_refused(run: Run, tmp_path: Path):

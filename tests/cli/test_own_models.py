@@ -38,8 +38,17 @@ first_times = partial(lambda factor, prompts: factor * prompts.y[:, 0], 0.5)
 half_in_a_lambda = lambda prompts: prompts.y[:, 0] / 2
 
 
+def prints(prompts):
+    print("from inside")
+    return prompts.y[:, 0] / 2
+
+
 def leaves():
     raise SystemExit
+
+
+def leaves_later(prompts):
+    raise SystemExit("bye")
 
 
 def two(prompts, seed):
@@ -157,6 +166,16 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
     assert "task.d_x" not in err
 
 
+def test_prints_of_a_users_code_are_not_in_the_json(run: Run, mine: Path):
+    settings = ("--task", "task.json", "--n-prompts", 256)
+    ran = run("compare-learners", "module_of_mine:prints", *settings, "--json")
+    silent = run("compare-learners", "module_of_mine:half_of_the_first", *settings, "--json")
+    assert ran.done().document["rows"] == silent.document["rows"]
+    assert "from inside" in ran.err
+    assert "from inside" in run("compare-learners", "module_of_mine:prints", *settings).done().out
+    assert "Usage" in run("compare-learners", "--json", "--help").out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -170,6 +189,7 @@ def test_a_module_is_named_with_what_is_assumed(run: Run, mine: Path):
         (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
         (("response", "module_of_mine:first_times", "--n-heads", 2), ("no heads", "2")),
         (("classify", "module_of_mine:leaves"), ("leaves", "SystemExit")),
+        (("response", "module_of_mine:leaves_later", "--task", "task.json"), ("SystemExit: bye",)),
         (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],

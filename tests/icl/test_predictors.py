@@ -229,6 +229,20 @@ def test_own_step_sizes_are_the_inverse_of_the_largest_curvature(sparse: Prompts
         torch.testing.assert_close(own[:, prompt], alone[:, 0], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (8, 3)])
+def test_a_prompt_whose_features_are_0_is_predicted_as_0(shape: tuple[int, int]):
+    """y is 0 in all pairs of the first prompt, as in data of two classes: its reweighted x are 0, with no largest eigenvalue."""
+    prompts = skewed_prompts(2, shape[1])
+    y, x = prompts.y.clone(), prompts.x[:, : shape[0]]
+    y[0] = 0
+    some = replace(prompts, x=x, y=y[:, : shape[0]])
+    found = preprocess_then_optimise(some, steps=4)
+    assert (found[:, 0] == 0).all()
+    torch.testing.assert_close(found[:, 1:], preprocess_then_optimise(some[1:], steps=4))
+    nothing = replace(some, x=0 * some.x)
+    assert (gradient_descent(nothing, steps=4) == 0).all()
+
+
 def test_preprocessing_reweights_by_the_correlations(sparse: Prompts):
     for response in range(2):
         r = (sparse.x * sparse.y[..., response, None]).mean(1)

@@ -137,7 +137,9 @@ def test_a_method_that_says_nothing_scores_nothing():
     heads = np.ones_like(LARGE.truth.heads.value)
     chance = {"heads spearman": 0, "heads kendall": 0, "heads auroc": 0.5}
     assert score_heads(LARGE, heads) == chance
-    assert score(lambda entry: {}, some("gd-2")).to_frame().empty
+    nothing = score(lambda entry: {}, some("gd-2"))
+    assert nothing.to_frame().empty
+    assert not len(nothing.plot().data[0].y)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,10 @@ def test_a_method_that_says_nothing_scores_nothing():
         ({"edges": pd.DataFrame({"value": [1.0]})}, "value"),
         ({"components": np.ones((1, 3))}, "5 numbers"),
         ({"learning_coefficient": 8.0}, "learning_coefficient"),
+        ({"learning_coefficient": (8.0, -1.0)}, "-1.0"),
+        ({"learning_coefficient": ("high", 1.0)}, "learning_coefficient"),
+        ({"heads": "none"}, "heads"),
+        ({"components": "none"}, "components"),
         ([1], "list"),
     ],
 )
@@ -200,6 +206,12 @@ def test_a_sampler_that_gives_something_else_is_refused(answer: object):
         judge_sampler(lambda entry, seed: answer, HAND, seeds=(0,))
     with refused("standard error", "-1"):
         judge_sampler(lambda entry, seed: (1.0, -1.0), HAND, seeds=(0,))
+
+
+def test_without_an_estimate_there_is_nothing_to_judge():
+    for entries, seeds in ((HAND, ()), (some("gd-2"), (0,))):
+        with refused("at least one estimate"):
+            judge_sampler(lambda entry, seed: (8.0, 1.0), entries, seeds=seeds)
 
 
 METHOD = """

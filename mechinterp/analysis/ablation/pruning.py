@@ -95,7 +95,7 @@ class Pruning(Result):
     full_risk: float
     full_risk_sem: float
     refit: Refit | None = None
-    """With a new read-out; None: it was not asked for."""
+    """Risks with a new read-out; None with refit=False."""
     saved: str | None = None
     """Folder of the pruned model; None if it was not saved."""
 
@@ -139,7 +139,7 @@ class Pruning(Result):
         return axes.assign(kept=self.kept.ravel(), rise=self.rise.ravel())
 
     def cost_frame(self) -> pd.DataFrame:
-        """Risks of the full and of the pruned model, as it is and, if asked for, with a new read-out."""
+        """Risks of the full and of the pruned model, as they are and, with refit=True, with a new read-out."""
         full = {"model": "full", "risk": self.full_risk, "risk_sem": self.full_risk_sem}
         pruned = {"model": "pruned"} | {name: getattr(self, name) for name in COSTS}
         if self.refit is not None:

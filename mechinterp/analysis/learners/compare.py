@@ -127,8 +127,10 @@ def require_lengths(given: Sequence[int] | None, longest: int) -> list[int]:
 def with_companions(
     learners: Iterable[str], law: TaskConfig | None, *, intercepts: bool
 ) -> tuple[str, ...]:
-    """Learners, with the Bayes learner of a task with a pool, a drift or several noise levels, and with an intercept
-    where asked."""
+    """Learners, and the Bayes learner of a task with a pool, a drift or several noise levels.
+
+    Args:
+        intercepts: True: learners with an intercept are added, too."""
     names = [*learners]
     if law is None and (unknown := [name for name in names if name in FOR_SOME_TASKS]):
         raise ValueError(f"{unknown[0]} needs the law of the prompts: state it by task= (--task).")

@@ -29,7 +29,7 @@ ERROR_COLUMN = 5
 """Column of `Sample.squares` with the squared error of the model; the next columns are those of
 dMMSE and ridge."""
 DROPPED_ONE_IN = 1000
-"""One prompt in so many is dropped for the strategy."""
+"""The strategy is decided without the worst prompts, one in this number."""
 PREDICTORS = ("model", "dmmse", "ridge")
 CLOSENESS_COLUMNS = {
     "carried_by_few": "True if the worst 1% of the prompts make up more than half of the model's overall.risk.",
@@ -103,7 +103,7 @@ class PoolTask:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The same prompts at several context lengths, with dMMSE and ridge."""
+    """Prompts at several context lengths, with the predictions of dMMSE and ridge."""
 
     prompts: list[Prompts]
     dmmse: list[Tensor]

@@ -44,7 +44,7 @@ MEMORISING = 2.0
 GENERALISING = 1.5
 """Largest excess risk on new tasks, divided by that of ridge, of a model that generalises."""
 DROPPED_AT_CHECK = 100
-"""One prompt in so many is dropped to check that few prompts do not decide the strategy."""
+"""The strategy must be the same without the worst prompts, one in this number."""
 STRATEGIES = {
     "memorises": "memorises them",
     "generalises": "generalises as ridge regression does",

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechinterp.analysis.learners.bounded_minimum import bounded_minimum
 from mechinterp.analysis.learners.penalised import own_penalty, penalised
 from mechinterp.analysis.stats import FOLDS, best_factor
 from mechinterp.config import TaskConfig
@@ -33,6 +34,8 @@ KERNEL_PROMPTS = 8192
 """Largest number of prompts that omega of the kernel head is fitted to."""
 OMEGA_STEP = 1e-4
 """Step of the differences that give derivatives with respect to omega, in units of 1 / E x_i^2."""
+OMEGA_TOLERANCE = 1e-4
+"""Largest distance of omega to its best value."""
 Predictions = Float[np.ndarray, "prompt d_y"]
 
 
@@ -198,7 +201,6 @@ def _kernel_omega(
         omega, and the influence of each prompt on the best mu through omega, times the number of
         prompts.
     """
-    from scipy.optimize import minimize_scalar  # slow import
 
     @cache
     def at(omega: float) -> tuple[float, float]:
@@ -208,16 +210,11 @@ def _kernel_omega(
         return factor, float(np.square(prediction - factor * shape).mean())
 
     size = prompts.x.square().mean().item()
-    if not size:  # every kernel smoother is the mean of y
+    top = 2 / size / prompts.x.shape[2] ** 0.5 if size else np.inf
+    if np.isinf(top):  # x is 0: every kernel smoother is the mean of y
         return 0.0, np.zeros(len(prompts))
-    top = 2 / size / prompts.x.shape[2] ** 0.5
     both = [
-        minimize_scalar(
-            lambda omega: at(float(omega))[1],
-            bounds=bounds,
-            method="bounded",
-            options={"xatol": 1e-4},
-        ).x
+        bounded_minimum(lambda omega: at(omega)[1], *bounds, tolerance=OMEGA_TOLERANCE)
         for bounds in ((0.0, top), (-top, 0.0))
     ]
     omega = float(min(both, key=lambda omega: at(float(omega))[1]))
@@ -229,9 +226,8 @@ def _through_omega(
 ) -> Float[np.ndarray, " prompt"]:
     """Influence of each prompt on the best mu through the best omega, times the number of prompts.
 
-    (omega, mu) minimise D = mean |f - mu s(omega)|^2. A prompt with 1 / n more weight moves them by
-    -H^-1 psi_i / n, where H has the second derivatives of D, and psi_i the first derivatives of the
-    prompt's own |f_i - mu s_i|^2. The result is the motion of mu minus its motion at a fixed omega.
+    (omega, mu) minimise D = mean |f - mu s(omega)|^2. With 1 / n more weight on a prompt they move by -H^-1 psi_i / n. H has
+    the second derivatives of D, and psi_i the first derivatives of |f_i - mu s_i|^2 of this prompt. The result is the motion of mu minus its motion at a fixed omega.
     """
     prompts, step = prompts.to(torch.float64), OMEGA_STEP / prompts.x.square().mean().item()
     below, s, above = (

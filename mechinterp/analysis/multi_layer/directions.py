@@ -2,7 +2,7 @@
 
 With clean responses y = x·beta, beta along a unit vector u, and a query along u, an algorithm that descends predicts a part of
 u·beta: its progress. A model that explains most of a prediction may still ascend along directions in which x varies
-little. Weights are not needed, so that functions of prompts are asked, too.
+little. Weights are not needed, so that functions of prompts can be tested, too.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from mechinterp.icl.given import PromptsTask, no_law
 from mechinterp.icl.prompts import Prompts, covariance_matrix, draw_prompts, generator_for
 
 STANDS_STILL = 1e-9
-"""A learner whose step in a layer is below this fraction of its largest one stands still there; fitted steps of 0 are about 1e-15."""
+"""A step of a learner below this fraction of its largest step counts as 0; fitted steps of 0 are about 1e-15."""
 CONTEXT_STEP = 21
 """Step of the random stream from which the contexts are drawn."""
 MOST_CONTEXTS, LEAST_CONTEXTS = 16, 2
@@ -118,7 +118,7 @@ def progress_of(
     Returns:
         Smallest u^T C u / u^T A u over u, with `Directions.progress` C of the model and A of the learner. Layers in which
         the learner itself makes no progress along some direction, or none but rounding, are left out, as are directions in
-        which a learner that is not linear in y stands still.
+        which a learner that is not linear in y makes no step.
     Source:
         Derived here.
     """

@@ -151,8 +151,8 @@ def _on_enough(subject: Subject, n_prompts: int, seed: int) -> Naming:
 
 
 def _stands(answer: Naming) -> bool:
-    """True if more prompts are not needed: all resamples agree, and the label is no learner without steps while an
-    algorithm explains every layer, which another fit may make the label."""
+    """True if no more prompts are needed: all resamples agree, and there is no doubt between a learner without steps (the
+    label) and an algorithm that explains every layer, which a better fit may make the label."""
     path = answer.measured.path
     by_layer = [] if path is None else [answer.why_not.get(name) for name in path.names]
     explained = any(each is not None and each.rule != "layers" for each in by_layer)
@@ -283,10 +283,10 @@ def measure(
 def _asked(
     subject: Subject, gate: Gate | None, tests: Mapping[str, Identity]
 ) -> tuple[Algorithm, ...]:
-    """Algorithms that are fitted: along the pairs or not, as the response says; all, for a function that another order changes
-    but whose response is none along the pairs.
+    """Algorithms that are fitted. The response decides whether these are learners along the pairs or the others; all are fitted to
+    a function that depends on the order of the pairs although its response shows no learner along the pairs.
 
-    Adaptive ridge is asked for a task of several noise levels, and for a function whose predictions do not scale with y.
+    Adaptive ridge is fitted for a task of several noise levels, and for a function whose predictions do not scale with y.
     """
     members = candidates_of(subject.task)
     a_set = PAIR_ORDER in tests and tests[PAIR_ORDER].mismatch() <= REST_ROUNDING

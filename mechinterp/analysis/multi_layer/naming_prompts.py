@@ -1,4 +1,4 @@
-"""Model or function whose algorithm is to be named, and the prompts on which it is asked.
+"""Model or function whose algorithm is to be named, and the prompts on which it runs.
 
 Even prompts of the model's own length are for fits, odd ones for scores. Other lengths, a wide spread of x, other noise and
 other drift are for scores alone. The thousandth of the prompts on which the model errs most is left out.
@@ -39,13 +39,13 @@ LAST_PREDICTION = "last prediction"
 OTHER_DRIFT = "other drift"
 NOISES = {"less noise": 0.01, "more noise": 10.0, "much noise": 100.0}
 """Factors on the noise variance of the law, by setting: a learner that estimates the noise changes with it. Trained
-models leave their algorithm with more noise than in training, so that they are asked with less noise alone."""
+models leave their algorithm with more noise than in training, so that they are tested with less noise only."""
 NO_NOISE = 0.01
 """Noise variance that is varied if the law has none, relative to the variance of x·beta."""
 CONDITION = 30.0
 """Largest over smallest eigenvalue of the covariance with a wide spread."""
 DRIFT = 0.9
-"""Drift of the prompts that algorithms along the pairs are asked on; 1 if the task drifts itself."""
+"""Drift of the prompts on which algorithms along the pairs are tested, if the task does not drift."""
 FITTED_PROMPTS = slice(None, None, 2)
 """Prompts of the model's own length that learners are fitted to: the even ones."""
 SCORED_PROMPTS = slice(1, None, 2)
@@ -220,7 +220,7 @@ def other_drift(subject: Subject, own: NamingSetting, seed: int) -> dict[str, Na
 
 
 def varied_noise(subject: Subject, own: NamingSetting, seed: int) -> NamingSetting | None:
-    """Prompts of the task's noise level and of those of `NOISES`, each as often; None for prompts without a law, for a law
+    """Prompts of the task's noise level and of those of `NOISES`, equally many of each; None for prompts without a law, for a law
     of several levels, and for one that can have no other.
     """
     if no_law(subject.task) or len(subject.task.noise_levels) > 1:

@@ -29,7 +29,7 @@ from mechinterp.analysis.stats import ratio_and_sem
 from mechinterp.display import Result, with_sem
 
 UNSURE = ("frequency", "readings")
-"""Rules that keep a label from standing although it is the one that the numbers earn."""
+"""Rules by which the answer is "undetermined" although the numbers single out one algorithm."""
 LEAST_SQUARES = "recursive_least_squares"
 """Label whose penalty is constant or falls with the number of pairs."""
 PENALTY_ERRORS = 2
@@ -81,7 +81,7 @@ class Naming(Named, Result):
         "much_noise_r2": "R² with a hundred times the noise variance; for functions of prompts.",
         "other_drift_r2": "R² on prompts of a task that drifts (rho 0.9), or of a fixed one if the task drifts; for algorithms along the pairs.",
         "steps_r2": "Least R² over layers of the prediction with the learner's step in place of what the layer adds at the query.",
-        "exchanged_r2": "Least R² over layers of the change of the prediction if the learner's prediction so far is exchanged with that of another prompt.",
+        "exchanged_r2": "Least R² over layers of the change of the prediction if the learner's prediction so far is exchanged with that of another prompt; without an error, as a fit decides its spread.",
         "why_not": "What keeps the learner from being the label; empty for the label.",
         "test": "Identity that some algorithms satisfy.",
         "mismatch": "Least fraction of the model that breaks the identity.",
@@ -213,6 +213,8 @@ class Naming(Named, Result):
         return "; ".join(parts)
 
     def _useless(self) -> str:
+        if self.measured.without_targets:
+            return "the targets are 0 on all prompts, so that no error has a size; next: give prompts with their y_query"
         scale = self.measured.scale
         text = f"the model's excess risk is {self.measured.relative_risk:.3g} times that of predicting 0"
         best = f"(ridge regression {scale.ridge:.3g})"
@@ -244,19 +246,15 @@ class Naming(Named, Result):
         frame = frame[~frame.index.duplicated()].assign(**last[["r2", "r2_sem"]])
         frame = frame[["scalars", "r2", "r2_sem", *frame.columns.drop(["scalars", "r2", "r2_sem"])]]
         if self.steps is not None:
-            frame = frame.join(self._least_steps().to_frame(self.followed).T)
+            frame = frame.join(self._least_steps(self.steps).to_frame(self.followed).T)
         reasons = {name: reason or "" for name, reason in self.why_not.items()}
         frame["why_not"] = [str(reasons.get(name, "gives no label")) for name in frame.index]
         return frame.rename_axis("learner")
 
-    def _least_steps(self) -> pd.Series:
-        """Least effect of the steps over layers, with the standard error at that layer; empty without steps."""
-        least: dict[str, float] = {}
-        for name in () if self.steps is None else ("steps_r2", "exchanged_r2"):
-            values = self.steps[name]
-            layer = values.idxmin() if values.notna().any() else 0
-            least |= {each: float(self.steps[each][layer]) for each in with_sem(name)}
-        return pd.Series(least)
+    def _least_steps(self, steps: pd.DataFrame) -> pd.Series:
+        """Least effects of the steps over layers; the standard error is that of the layer with the least `steps_r2`."""
+        r2, sem = with_sem("steps_r2")
+        return steps.min().mask(steps.columns == sem, steps.loc[steps[r2].idxmin(), sem])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per learner, the label first, then the nearest."""
@@ -327,7 +325,7 @@ class Naming(Named, Result):
         return pd.DataFrame({"scalar": self._scalar_names, **columns})
 
     def tables(self) -> dict[str, Table]:
-        """Learners, the numbers behind the label, and identities, if any were asked."""
+        """Learners, the numbers behind the label, and identities, if any were tested."""
         frame, title = self.to_frame(), "Learners, and what keeps each from being the label"
         quiet = tuple(column for column in frame if column.endswith("_sem"))
         tables = {"algorithms": Table(frame, title, quiet=quiet)}
@@ -377,7 +375,8 @@ class Naming(Named, Result):
             share = self.frequency.get(self.label, 0.0)
             yield limited("label_frequency", share, limits.frequency, least=True)
         if self.steps is not None and self.followed == name:
-            yield Number("steps_r2", *self._least_steps()[[*with_sem("steps_r2")]])
+            least = self._least_steps(self.steps)
+            yield Number("steps_r2", *least[[*with_sem("steps_r2")]])
 
     def evidence_frame(self) -> pd.DataFrame:
         """One row per number behind the label, with its error and its limit."""

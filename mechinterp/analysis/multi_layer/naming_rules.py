@@ -1,8 +1,8 @@
 """Rules that keep algorithms from being the label of a model, and the limit of each.
 
-An algorithm is out if (1) it explains too little, (2) it has a symmetry that the model has not, (3) another learner explains
-more, (4) the rest is another learner and not noise, (5) the model does not go with it along some direction of the task
-vector, or (6) the measured forgetting contradicts it. `decide` applies them: if one algorithm is left for the layers, it is
+An algorithm is out if (1) it explains too little, (2) it has a symmetry that the model lacks, (3) its read-out has
+another size, (4) it fails with other noise or drift, (5) another learner explains more, (6) the rest is another learner and not
+noise, (7) the model makes no progress along some direction of the task vector, or (8) the measured forgetting contradicts it. `decide` applies them: if one algorithm is left for the layers, it is
 the label. Otherwise the label is the learner without steps (ridge, posterior mean) that alone is left for the last prediction.
 """
 
@@ -33,7 +33,7 @@ UNSTRUCTURED = "unstructured"
 CONTAINED = {each.label: each.contains for each in ALGORITHMS if each.contains}
 """Smaller algorithm that each larger one contains: if both explain a model, the smaller is its name."""
 ALIKE = {"gd_plus_plus", "newton", "ridge_like"}
-"""Algorithms that are called ridge_like if they tie with ridge for the last prediction."""
+"""If only these algorithms tie with ridge for the last prediction, it is called ridge_like."""
 SEE_LEARNERS = "mechinterp compare-learners shows which learner is nearest at each context length"
 SEE_TABLE = "to_frame() has what each learner explains"
 SEE_WEIGHTS = "mechinterp response shows the weight of each pair by its age"
@@ -99,7 +99,7 @@ class Limits:
     rest: float = 0.9
     """Largest fraction of another learner in the rest of a model."""
     rest_of_function: float = 0.5
-    """The same for a function of prompts, which has no noise of weights."""
+    """Limit `rest` of a function of prompts, which has no noise of weights."""
     frequency: float = 0.9
     """Least fraction of resamples with the label."""
     noise: float = 0.95
@@ -175,13 +175,18 @@ class Measured:
     sems: Mapping[str, Float[np.ndarray, " _"]] = field(default_factory=dict)
     """Standard errors over prompts of the scalars of near learners without steps, by label."""
     gate: Gate | None = None
-    """Reading of the response, which decides what is asked; None if another order of the pairs changes nothing, or too few
+    """Reading of the response, which decides which algorithms are fitted; None if another order of the pairs changes nothing, or too few
     prompts were given."""
 
     @property
     def useful(self) -> bool:
         """True if the model does its task."""
         return self.relative_risk < USELESS
+
+    @property
+    def without_targets(self) -> bool:
+        """True if the targets are 0 on all prompts, so that no risk is defined relative to predicting 0."""
+        return not np.isfinite(self.scale.ridge)
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,8 @@ def decide(
     """The label that the numbers earn, with each scored prompt taken `counts` times."""
     if not measured.useful:
         scale = measured.scale
-        label = UNDETERMINED if scale.helps or scale.two_values else UNSTRUCTURED
+        unclear = scale.helps or scale.two_values or measured.without_targets
+        label = UNDETERMINED if unclear else UNSTRUCTURED
         return Named(label, UNDETERMINED, UNDETERMINED, {})
     last = _judged(measured, limits, counts, by_layer=False)
     path = _judged(measured, limits, counts, by_layer=True)
@@ -218,7 +224,7 @@ def decide(
 
 
 def _only(judged: Mapping[str, WhyNot | None]) -> str:
-    """The one algorithm that nothing speaks against."""
+    """The only algorithm that no rule excludes; "undetermined" if there is none or several."""
     left = [name for name, reason in judged.items() if reason is None]
     return left[0] if len(left) == 1 else UNDETERMINED
 
@@ -297,7 +303,7 @@ def _noise(r2: np.ndarray, columns: Sequence[str], limit: float) -> WhyNot | Non
 def _elsewhere(
     m: int, scores: FitScores, r2: np.ndarray, measured: Measured, limits: Limits
 ) -> WhyNot | None:
-    """The setting in which an algorithm explains too little: other drift, which is asked of learners along the pairs; for an
+    """The setting in which an algorithm explains too little: other drift, for learners along the pairs; for an
     algorithm along the pairs and a function, any setting."""
     others = range(scores.n_own, len(scores.columns))
     every = measured.is_function and scores.learners[m].along_pairs
@@ -353,7 +359,7 @@ def _left(
 
 
 def _ascends(progress: LeastProgress | None, limits: Limits) -> WhyNot | None:
-    """A direction of the task vector in which the model does not go with the algorithm."""
+    """A direction of the task vector along which the model makes too little progress, relative to the algorithm."""
     if progress is None or progress.least >= limits.progress:
         return None
     return WhyNot("ascends", progress.where, progress.least, limits.progress)
@@ -383,7 +389,7 @@ def _against_forgetting(learner: Algorithm, measured: Measured) -> WhyNot | None
 
 
 def _settled(judged: dict[str, WhyNot | None], by_layer: bool) -> dict[str, WhyNot | None]:
-    """With ties: the smaller of nested algorithms stays, and ridge for the last prediction; else none."""
+    """Reasons after ties: of nested algorithms the smaller one stays, and for the last prediction ridge; other ties exclude all."""
     left = [name for name, reason in judged.items() if reason is None]
     within = {name: CONTAINED[name] for name in left if CONTAINED.get(name) in left}
     if within:

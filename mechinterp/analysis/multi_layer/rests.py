@@ -22,9 +22,9 @@ INEXACT = 1e-4
 class Rest:
     """Part of the model that an algorithm with a scaled read-out leaves unexplained.
 
-    Learners treat all coordinates of x alike, or each by its own fixed number. If the law of the task is the same with
-    other signs of the coordinates (or with their order reversed), so is the difference of any two learners. Noise of
-    weights is not: with other signs x^T E w keeps the diagonal of E, 1/d_x of its square if entries are independent.
+    Learners treat all coordinates of x alike, or multiply each by its own fixed number. If the law of the task does not
+    change with the signs of the coordinates (or with their order), neither does the difference of two learners. Noise of
+    weights does: with other signs x^T E w keeps the diagonal of E alone, 1/d_x of its square if entries are independent.
     """
 
     square: Float[np.ndarray, "column prompt"]

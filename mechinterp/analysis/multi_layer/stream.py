@@ -98,8 +98,8 @@ def step_effects(
     Returns:
         `steps_r2`: R² with the prediction of the model as it is, if a linear image of the algorithm's step replaces the
         layer's addition. `exchanged_r2`: R² of the change of the prediction with the expected one, if the algorithm's
-        prediction after the layer is exchanged with that of another prompt; NaN if the algorithm predicts 0 there. Each
-        has its standard error over prompts, `_sem`, which takes neighbouring pairs of prompts as independent. None
+        prediction after the layer is exchanged with that of another prompt; NaN if the algorithm predicts 0 there. It has
+        no error: the fit of the linear images, and not the prompts, decides its spread. `steps_r2_sem` is over prompts. None
         if the stream cannot be set, or its linear images need more prompts.
     """
     prompts = prompts[:STEP_PROMPTS]
@@ -130,9 +130,9 @@ def step_effects(
         image = swap @ _map(torch.cat([held[layer + 1], prompts.x_query], 1), after)[: task.d_y]
         exchanged = predicted(layer + 1, after[SCORED_PROMPTS] + image)
         silent = so_far.abs().max() == 0
-        change = (np.nan, np.nan) if silent else r2_and_sem(exchanged - known, swap)
-        rows.append((*r2_and_sem(put, known), *change))
-    return pd.DataFrame(rows, columns=[*with_sem("steps_r2", "exchanged_r2")])
+        change = np.nan if silent else r2_and_sem(exchanged - known, swap)[0]
+        rows.append((*r2_and_sem(put, known), change))
+    return pd.DataFrame(rows, columns=[*with_sem("steps_r2"), "exchanged_r2"])
 
 
 def states(

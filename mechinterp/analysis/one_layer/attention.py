@@ -227,8 +227,8 @@ def attention_patterns(
     the smallest error to the largest. Otherwise all prompts are shown in their own order. Entropies
     are means over at most 512 distinct prompts.
 
-    A recurrent layer, or a module whose softmax is not found, has the exact pattern A of its outputs
-    z = A v, read with values that are 1 at one token and 0 at all others (`exact_attention`).
+    For a recurrent layer, or a module whose softmax is not found, it is the exact pattern A of the outputs z = A v. It is
+    read with values that are 1 at one token and 0 at all others (`exact_attention`).
 
     Args:
         prompts: Prompts to choose from; None draws `n_prompts` with `seed`.

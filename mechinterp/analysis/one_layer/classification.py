@@ -238,7 +238,7 @@ class Classification(Evidence, Classified):
         ]
 
     def cards(self) -> list[Card]:
-        """One card per head: its numbers of which heads with random weights have a range."""
+        """One card per head, with the numbers for which random heads have a range."""
         ranged = {n: v for n, v in self._columns().items() if n in self.random_ranges}
         cards = []
         for head, label in enumerate(self.labels):
@@ -258,7 +258,7 @@ class Classification(Evidence, Classified):
         return cards
 
     def _band(self, name: str, value: float) -> Band | None:
-        """Range of random weights for a number; None if there is no number or no range."""
+        """Range of a number under random weights; None without a finite number or range."""
         low, high = self.random_ranges.get(name, (np.nan, np.nan))
         return Band(float(value), low, high) if np.isfinite([value, low, high]).all() else None
 

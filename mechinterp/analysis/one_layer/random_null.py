@@ -130,8 +130,7 @@ def random_shape(
 
 
 def is_bare(weights: Weights) -> bool:
-    """True if linear heads compare x with x and read y, and nothing else, as models trained on
-    moments do."""
+    """True if linear heads only compare x with x and only read y, as models trained on moments do."""
     if is_normalised(weights.model.score):
         return False
     d_x = weights.d_x

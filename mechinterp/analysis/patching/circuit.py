@@ -47,9 +47,9 @@ Kept = Bool[np.ndarray, "sender receiver"]
 class CircuitFaithfulness(Result):
     """Faithfulness of the first edges of a circuit, over their number.
 
-    f(k) = (m(k) - m(0)) / (m(all) - m(0)), NaN if both differences are 0 on all prompts, with m minus the squared distance to the full model's prediction when k
+    f(k) = (m(k) - m(0)) / (m(all) - m(0)). Here m(k) is minus the squared distance to the full model's prediction when k
     edges are kept and all others carry the outputs of corrupted prompts. With all edges m is 0, its largest value: f is at
-    most 1, and CMD = 1 - CPR.
+    most 1, and CMD = 1 - CPR. f is NaN if m(0) is 0, too: no edge changes a prediction.
     """
 
     COLUMNS: ClassVar = {
@@ -236,7 +236,7 @@ def edge_places(circuit: pd.DataFrame, pair: InputPair) -> Int[np.ndarray, "edge
     """Indices of the sender and the receiver of each edge of a circuit.
 
     Raises:
-        ValueError: If the model has no such edge, or an edge stands twice.
+        ValueError: If the model has no such edge, or an edge occurs twice.
     """
     senders = {node.name: index for index, node in enumerate(pair.senders)}
     receivers = {node.name: index for index, node in enumerate(pair.receivers)}
@@ -365,8 +365,11 @@ def areas_and_sems(
         gained: Metric of each prompt minus that without edges.
     """
     cpr, cmd = areas(faithfulness, counts)
-    again = [areas(mean / mean[-1], counts) for mean in resampled(len(gained)) @ gained]
-    cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1).tolist()
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # NaN if the metric of a sample does not change
+        again = [areas(mean / mean[-1], counts) for mean in resampled(len(gained)) @ gained]
+        cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1).tolist()
     return {"cpr": cpr, "cpr_sem": cpr_sem, "cmd": cmd, "cmd_sem": cmd_sem}
 
 

@@ -154,7 +154,7 @@ def p_probe(
     }
     for name, model in models.items():
         features[name] = predictor_of(model).query_streams(prompts, layer)
-        require_finite(features[name].numpy(force=True))
+        require_finite(features[name].double().numpy(force=True))
     return descent_curves(features, prompts, steps=steps)
 
 
@@ -188,8 +188,9 @@ def descent_curves(
         raise ValueError(f"steps must be >= 1, got {steps}.")
     squares = [_risks(phi, prompts.to(torch.float64), steps) for phi in features.values()]
     risk, risk_sem = mean_and_sem(np.stack(squares, 1))
-    # d log(mean) = (value - mean) / mean, summed over steps.
-    relative = np.stack([square[:, 1:] / square[:, 1:].mean(0) for square in squares], 1).mean(2)
-    _, log_area_sem = mean_and_sem(relative - relative[:, :1])
-    area = np.log(risk[:, 1:]).mean(1)
-    return DescentCurves(tuple(features), risk, risk_sem, area - area[0], log_area_sem)
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN if a risk is 0
+        # d log(mean) = (value - mean) / mean, summed over steps.
+        relative = np.stack([each[:, 1:] / each[:, 1:].mean(0) for each in squares], 1).mean(2)
+        area = np.log(risk[:, 1:]).mean(1)
+        _, log_area_sem = mean_and_sem(relative - relative[:, :1])
+        return DescentCurves(tuple(features), risk, risk_sem, area - area[0], log_area_sem)

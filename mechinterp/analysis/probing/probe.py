@@ -10,9 +10,15 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 
 from mechinterp import figures
-from mechinterp.analysis.number_format import cell
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.probing.linear import cross_validated_probe
-from mechinterp.analysis.probing.read_out import PLACE, ReadOut, over_places, read_out_at_places
+from mechinterp.analysis.probing.read_out import (
+    PLACE,
+    ReadOut,
+    in_a_row,
+    over_places,
+    read_out_at_places,
+)
 from mechinterp.analysis.probing.targets import (
     READ_OUT,
     STRUCTURES,
@@ -108,6 +114,27 @@ class Probing(Result):
         parts += [f"R² of {', '.join(r2)}"] if r2 else []
         parts += [f"{self.read_out!r}"] if self.read_out else []
         return f"Probing({'; '.join(parts)})"
+
+    def sentences(self) -> list[str]:
+        """R² of each target before each layer and at the end, with the largest of the controls; then the read-outs."""
+        texts = self.read_out.sentences() if self.read_out else []
+        if not self.probes:
+            return texts
+        r2 = (
+            f"{name} {in_a_row(each.r2[:, -1], each.r2_sem[:, -1])}"
+            for name, each in self.probes.items()
+        )
+        controls = [
+            pair
+            for each in self.probes.values()
+            for pair in zip(each.control_r2[:, -1], each.control_r2_sem[:, -1], strict=True)
+        ]
+        control = with_error(*max(controls, key=lambda pair: np.nan_to_num(pair[0], nan=-np.inf)))
+        return [
+            f"R² of linear probes of the stream at the query, before each layer and at the end: {'; '.join(r2)}. Fitted to "
+            f"targets of other prompts, the largest is {control}.",
+            *texts,
+        ]
 
     @property
     def target(self) -> tuple[str, ...]:

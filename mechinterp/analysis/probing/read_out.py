@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mechinterp import figures
+from mechinterp.analysis.number_format import cell, with_error
 from mechinterp.analysis.probing.linear import cross_validated_probe
 from mechinterp.analysis.result import Table
 from mechinterp.analysis.stats import loss_and_r2
@@ -31,6 +32,11 @@ PLACE = "stream before layer"
 PER_READ_OUT = 4
 """Number of prompts for a fitted read-out, as a multiple of the smallest number that a probe
 accepts."""
+
+
+def in_a_row(values: Float[np.ndarray, " place"], sems: Float[np.ndarray, " place"]) -> str:
+    """Numbers with their standard errors, separated by commas."""
+    return ", ".join(map(with_error, values, sems))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,9 +84,18 @@ class ReadOut(Result):
 
     def __repr__(self) -> str:
         whole = self.head < 0
-        fitted = " ".join(f"{r2:.3g}" for r2 in self.fitted_r2[0, whole])
-        own = " ".join(f"{r2:.3g}" for r2 in self.own_r2[0, whole])
+        fitted, own = (" ".join(map(cell, r2[0, whole])) for r2 in (self.fitted_r2, self.own_r2))
         return f"ReadOut(R² of y before each layer and at the end: fitted {fitted}; own {own})"
+
+    def sentences(self) -> list[str]:
+        """R² of y before each layer and at the end, by the model's own read-out and by a fitted one."""
+        whole = self.head < 0
+        own = in_a_row(self.own_r2[0, whole], self.own_r2_sem[0, whole])
+        fitted = in_a_row(self.fitted_r2[0, whole], self.fitted_r2_sem[0, whole])
+        return [
+            f"R² of y before each layer and at the end, by the model's own read-out of the stream: {own}; by a fitted "
+            f"one: {fitted}."
+        ]
 
     def tables(self) -> dict[str, Table]:
         """All places, one table per target."""

@@ -33,7 +33,7 @@ def named_targets(
     A function gets its own name.
 
     Raises:
-        ValueError: If a name is unknown, a target is neither a name nor a function, a name stands twice, or there is no
+        ValueError: If a name is unknown, a target is neither a name nor a function, a name occurs twice, or there is no
             target.
     Example:
         >>> chosen, read_out = named_targets(["y", "read_out"])

@@ -162,9 +162,8 @@ def proven_checkpoint(stored: Stored, proof: Proof) -> Checkpoint:
     task = {
         n: v for n, v in checkpoint.assumed.items() if n.startswith(("task.", "train.", "seed"))
     }
-    assumed = {n: v for n, v in checkpoint.assumed.items() if n in open_ones}
-    unused = {n: v for n, v in checkpoint.assumed.items() if n == "unused"}
-    assumed = {**task, **assumed, **unused, "step": stored.step}
+    kept = {n: v for n, v in checkpoint.assumed.items() if n in open_ones | {"unused"}}
+    assumed = {**task, **kept, "step": stored.step}
     if names:
         assumed["undetermined"] = (
             f"the recorded predictions leave open {' and '.join(map(flag_of, names))}: "

@@ -304,7 +304,7 @@ def _n_heads(names: DeltaNames, children: Mapping[str, nn.Module]) -> int:
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
-    """Weight of a module that has one and nothing else.
+    """Weight of a module whose only tensor is a weight.
 
     Raises:
         ValueError: If it holds something else.

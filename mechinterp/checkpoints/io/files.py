@@ -8,7 +8,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MAX_LENGTH = 2000
@@ -258,7 +258,8 @@ def filled(path: Path, write: Callable[[Path], object]) -> Iterator[Path]:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses this, too
+            temporary.unlink(missing_ok=True)
     _flush(path.parent)
 
 

@@ -35,6 +35,9 @@ from mechinterp.models.run.ways import Predictor
 if TYPE_CHECKING:
     from mechinterp.models.hooked.module import ModuleHooks
 
+Readers = tuple[Callable[[Any], Tensor], Callable[[Any, int], Tensor] | None]
+"""Functions from the output to the prediction at the query, and, if known, to those at every x."""
+
 
 @dataclass(frozen=True, eq=False)
 class HookedModule(Run):
@@ -115,7 +118,7 @@ class HookedModule(Run):
         return dict(vars(self))
 
     def at_length(self, context_length: int) -> "HookedModule":
-        """The same module for a task with another context length."""
+        """Copy for a task with another context length."""
         return replace(self, task=replace(self.task, context_length=context_length))
 
     @property
@@ -224,10 +227,6 @@ def _require_prediction(
     if read is None:
         _require_readable(output, trial.tokens, task)
     _require_function(trial, enter, _readers(read, task)[0], task)
-
-
-Readers = tuple[Callable[[Any], Tensor], Callable[[Any, int], Tensor] | None]
-"""Functions from the output to the prediction at the query, and, if known, to those at every x."""
 
 
 def _readers(read: Callable[[Tensor], Tensor] | None, task: TaskConfig) -> Readers:

@@ -73,7 +73,7 @@ class Trial:
 
 
 def split_of(module: nn.Module, tokens: Tensor, task: TaskConfig) -> Split:
-    """How a module takes tokens (x, y): whole, or as xs and ys, with ys [batch, n] if it runs on that."""
+    """Function that splits tokens (x, y) into the arguments of a module: whole, or xs and ys, with ys [batch, n] if it runs on that."""
     if not _takes_two(module):
         return whole
     flat, three = (partial(xs_and_ys, d_x=task.d_x, flat=each) for each in (task.d_y == 1, False))

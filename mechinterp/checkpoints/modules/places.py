@@ -152,7 +152,7 @@ def _heads_shown(trial: Trial, output: str, inner: Inner) -> Iterator[tuple[int,
 
 
 def _block(module: nn.Module, name: str, names: Sequence[str], ran: Counter[str]) -> str:
-    """The largest module around a layer's outputs that contains no other layer and runs as often."""
+    """Name of the largest module around a layer's outputs that contains no other layer and runs equally often."""
     words = name.split(".")
     attention = isinstance(module.get_submodule(name), nn.MultiheadAttention)
     for count in range(1, len(words) + attention):

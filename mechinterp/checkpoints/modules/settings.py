@@ -76,7 +76,7 @@ def shown_settings(
 
 
 def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
-    """Values at the hook points of every layer, and queries, keys and values that projections put out without a point."""
+    """Values at the hook points of every layer, and outputs of the projections of queries, keys and values that have no point."""
     with ExitStack() as stack:
         heads = [cast(HeadPoints, block.attn) for block in module.model.blocks]
         every = [stack.enter_context(caught(each, _NOTED)) for each in heads]
@@ -89,7 +89,7 @@ def _passed(module: HookedModule, prompts: Prompts) -> list[Passed]:
 def _note_projected(
     z: Tensor, hook: HookPoint, heads: HeadPoints, to: dict[str, list[Tensor]]
 ) -> None:
-    """Hook that records what projections put out where the hook point was left out."""
+    """Hook that records the outputs of projections that have no hook point."""
     for name in PROJECTED:
         if name in heads.passed and not hasattr(heads, name):
             to[name].append(heads.passed[name].detach())
@@ -305,7 +305,7 @@ def _activation(module: HookedModule, parts: ModuleParts, prompts: Prompts) -> T
 def _around(
     module: HookedModule, mlps: Sequence[Sequence[str]]
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Context that records what the first matrix of each MLP puts out, and what the second one gets."""
+    """Context that records the output of the first matrix of each MLP, and the input of the second one."""
     seen: dict[str, list[Tensor]] = {"pre": [], "post": []}
     with ExitStack() as hooks:
         for first, second in mlps:

@@ -36,7 +36,7 @@ class ProvenPredictor(WeightsPredictor):
     """Proven readings if there are several that differ on other prompts, that of the weights first."""
 
     def under(self, reading: Reading) -> "ProvenPredictor":
-        """The same under another of its readings."""
+        """Predictor of the module by another of its readings."""
         return replace(self, own=reading.weights, readings=())
 
 

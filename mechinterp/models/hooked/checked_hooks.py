@@ -58,7 +58,7 @@ class CheckedHooks(HookedRootModule):
     ) -> Iterator["CheckedHooks"]:
         """Context with these hooks on the model; other threads wait until it ends.
 
-        Ctrl-C waits while hooks are put on or taken off. A hook that an interrupt leaves on does nothing once its context
+        Ctrl-C waits while hooks are added or removed. A hook that an interrupt leaves on does nothing once its context
         has ended, and the next context takes it off.
 
         Raises:

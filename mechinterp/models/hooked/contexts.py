@@ -30,7 +30,7 @@ class Context:
     def of(self, model: Any, added: AbstractContextManager) -> Iterator[None]:
         """Block of `added`, TransformerLens' own, which puts scoped hooks on the model and takes them off.
 
-        Ctrl-C waits meanwhile, and hooks that an interrupted block left on come off first.
+        Ctrl-C waits meanwhile. Hooks that an interrupted block left on are removed first.
         """
         try:
             with uninterrupted():

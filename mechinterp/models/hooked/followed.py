@@ -110,7 +110,7 @@ class HeadPoints(nn.Module):
 
 @dataclass(eq=False)
 class Running:
-    """What the layers of a module share while they run."""
+    """State that the layers of a module share while they run."""
 
     heads: HeadPoints | None = None
     """Heads of the layer whose attention is running; None outside attention."""

@@ -14,6 +14,14 @@ from torch import Tensor
 
 from mechinterp.icl.prompts import Prompts
 
+Head = tuple[int, int]
+"""(layer, head), counted from 0."""
+Hook = tuple[str | Callable, Callable]
+"""Name of a hook point, or a function that selects names, and the function that is called there."""
+Hooks = list[Hook]
+Values = Sequence[Tensor] | Tensor
+"""Replacement for z by layer, [pos, head, d_head], optionally with a leading axis of prompts."""
+
 # Beside the models, so that a copied or unpickled model gets its own, free lock.
 _LOCKS: WeakKeyDictionary[object, AbstractContextManager] = WeakKeyDictionary()
 
@@ -32,15 +40,6 @@ def lock_of(model: object) -> AbstractContextManager:
         True
     """
     return _LOCKS.setdefault(model, threading.RLock())
-
-
-Head = tuple[int, int]
-"""(layer, head), counted from 0."""
-Hook = tuple[str | Callable, Callable]
-"""Name of a hook point, or a function that selects names, and the function that is called there."""
-Hooks = list[Hook]
-Values = Sequence[Tensor] | Tensor
-"""Replacement for z by layer, [pos, head, d_head], optionally with a leading axis of prompts."""
 
 
 def mask_heads(

@@ -349,7 +349,7 @@ def _identity(projection: nn.Linear) -> NonDynamicallyQuantizableLinear:
 
 
 def _require_identity(projection: nn.Linear, name: str) -> None:
-    """Refuse an edit of the identity that stands in the place of an output projection.
+    """Refuse an edit of the identity that replaces an output projection.
 
     Raises:
         ValueError: If its weights were edited or loaded.

@@ -1,4 +1,4 @@
-"""Torch calls outside the layers of a module: the stream is what some of them return, if its sums stand there."""
+"""Torch calls outside the layers of a module. If the sums with the stream are among them, their results are the stream."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

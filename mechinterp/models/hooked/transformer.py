@@ -210,7 +210,7 @@ class ICLTransformer(HookedTransformerNames):
 
     @torch.inference_mode(False)
     def as_linear_module(self) -> LinearModule:
-        """The same function with q, k, v, o, MLPs, read-in and read-out as nn.Linear, and no hooks.
+        """Module of the same function, with q, k, v, o, MLPs, read-in and read-out as nn.Linear, and no hooks.
 
         The weights are copies, [heads side by side], for tools that decompose or replace linear layers.
 

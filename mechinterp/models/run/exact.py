@@ -122,7 +122,7 @@ def _values_and_outputs(
 
 @contextmanager
 def _values_point(hooked: HookedPredictor, layer: int) -> Iterator[str]:
-    """Context with a hook point on a layer's values; a plain module gets one that goes with the block."""
+    """Context with a hook point on a layer's values; that of a plain module is removed at the end."""
     blocks: Any = hooked.model.blocks
     name, heads = f"blocks.{layer}.attn.hook_v", blocks[layer].attn
     if name in hooked.model.hook_dict or not isinstance(heads, HeadPoints):

@@ -57,7 +57,7 @@ def predictions_at_every(
 
 
 def _asked_beside(weights: Weights, prompts: Prompts) -> Float[Tensor, "batch n_pairs d_y"]:
-    """Predictions of one recurrent layer at every x, each of which asks the state after the pairs before it."""
+    """Predictions of one recurrent layer at every x, each of which reads the state after the pairs before it."""
     layer = Layer(weights, 0, attend, ALL)
     queries = torch.cat([prompts.x, prompts.x_query[:, None]], dim=1)
     asking = read_in(weights, pad(queries, (0, weights.d_y)))

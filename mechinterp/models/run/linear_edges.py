@@ -1,7 +1,7 @@
 """Effects of edges between the heads of a linear stack, computed as maps of the tokens of two kinds of prompts.
 
-Given the second moment of the context, every stream of a run on corrupted prompts in which a node reads what another one
-writes on the clean prompts is a linear map of the corrupted and the clean tokens. The cost does not grow with the context.
+In a patched run, a node reads on corrupted prompts what another node writes on clean ones. Given the second moment of the
+context, every stream of that run is a linear map of the corrupted and the clean tokens. The cost does not grow with the context.
 """
 
 from collections.abc import Callable, Iterator

@@ -153,7 +153,7 @@ class ReplacedPass:
         return _Extended(T, (self.prompts.context_tokens,), at_query, run.moment)
 
     def _with_values(self, state: "_Extended", layer: int, masked: Collection[int]) -> "_Extended":
-        """The same with the values of the masked heads of a layer."""
+        """The state with the values of the masked heads of a layer as further columns."""
         if not (gone := sorted(set(masked))):
             return state
         weights = self.run.weights
@@ -194,7 +194,7 @@ class _Extended:
         written: Float[Tensor, "new d_model"],
         factor: float,
     ) -> "_Extended":
-        """The same with values as further columns, which `written` maps to the stream."""
+        """Tokens with values as further columns, which `written` maps to the stream."""
         new, before = values[:, :-1], self.moment.shape[1]
         across = factor * torch.cat([part.mT @ new for part in self.context], 1)
         n_columns = before + new.shape[2]
@@ -303,7 +303,7 @@ def _of_heads(
 def _with_rows(
     above: Float[Tensor, "batch row column"], below: Float[Tensor, "new column"]
 ) -> Float[Tensor, "batch rows column"]:
-    """The same further rows for all prompts; torch.cat of an expanded tensor takes longer."""
+    """Matrices with further rows, the same for all prompts; torch.cat of an expanded tensor takes longer."""
     n_rows = above.shape[1]
     rows = above.new_empty(len(above), n_rows + len(below), above.shape[2])
     rows[:, :n_rows], rows[:, n_rows:] = above, below

@@ -150,7 +150,7 @@ class Case:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for two cases of the same parts and choices."""
+        """Key of the parts and choices, equal for equal cases."""
         return (id(self.parts), *sorted(self.tried.items(), key=lambda item: item[0]))
 
     def weights(self) -> Weights:

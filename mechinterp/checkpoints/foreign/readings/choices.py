@@ -187,7 +187,7 @@ def _is_usual(chosen: Mapping[str, object], choices: Choices, given: Mapping[str
 def refinements(chosen: Tried, parts: Parts, form: Format, closed: Collection[str]) -> list[Tried]:
     """Changes of a reading to rotary positions or RMS norms.
 
-    Several runs through the layers are not tried: each goes on with any descent, so that more of them always look better.
+    Several runs through the layers are not tried: every further run continues a descent, so that more runs always look better.
 
     Args:
         closed: Names of choices that the file or the user states.

@@ -147,7 +147,7 @@ class Reading:
         return self.build()
 
     def to_document(self) -> dict[str, object]:
-        """Its choices, its loss, and the flag `stands`."""
+        """Choices, loss, and the flag `stands`."""
         numbers = {"loss": self.loss, "loss_sem": self.loss_sem, "stands": self.stands}
         return {**self.tried, **numbers}
 
@@ -193,13 +193,12 @@ def ranked(
         errors: Errors per reading, on the same number of prompts; differences are paired, which is
             exact for the same prompts.
     """
-    best, zero = min(errors, key=lambda each: float(each[0].mean().nan_to_num(torch.inf)))
+    means = [float(error.mean().nan_to_num(torch.inf)) for error, _ in errors]
+    best, zero = errors[means.index(min(means))]
     any_predicts = below(best, zero)
     rivals: dict[object, Tensor] = {}
-    for (tried, _), (error, _) in zip(candidates, errors, strict=True):
-        score = tried.get("score")
-        if score not in rivals or error.mean() < rivals[score].mean():
-            rivals[score] = error
+    for row in sorted(range(len(means)), key=means.__getitem__):
+        rivals.setdefault(candidates[row][0].get("score"), errors[row][0])
     readings, alike = [], []
     for (tried, build), (error, zero) in zip(candidates, errors, strict=True):
         loss, predicts = float(error.mean()), below(error, zero)
@@ -221,7 +220,7 @@ def ranked(
     if not any(each.predicts for each in readings):
         return readings
     rows = range(len(readings))
-    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else readings[i].loss, i))
+    order = sorted(rows, key=lambda i: (not alike[i], 0.0 if alike[i] else means[i], i))
     return [readings[i] for i in order]
 
 

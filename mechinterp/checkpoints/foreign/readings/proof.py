@@ -21,10 +21,10 @@ from mechinterp.icl.prompts import draw_prompts
 N_FEW = 16
 """Number of prompts for the first comparison of readings."""
 MOST_TRIED = 512
-"""Up to this number all combinations of choices are tried; otherwise the search goes on from the nearest readings, one or
+"""Up to this number all combinations of choices are tried; otherwise the search starts at the nearest readings and changes one or
 two choices at a time. A larger number only costs time."""
 STARTS, _ROUNDS = 12, 4
-"""Readings from which the search goes on, and most steps from each."""
+"""Number of readings from which the search starts, and largest number of steps from each."""
 N_PAIRED = 3
 """Number of nearest readings of which two choices at a time are changed."""
 SAME = 1e-4
@@ -56,7 +56,7 @@ class Proof:
 
     @property
     def in_words(self) -> str:
-        """One clause on the proof."""
+        """Clause on the proof: the number of readings tried, and the largest difference."""
         how = "to half precision" if self.half else "exactly"
         size = f"largest difference {self.difference:.1g} of their standard deviation"
         return (
@@ -164,7 +164,7 @@ class _Search:
         return case.changed(changes)
 
     def go(self) -> None:
-        """Try all combinations, or go on from the nearest of the usual ones.
+        """Try all combinations, or search from the nearest of the usual ones.
 
         Raises:
             ValueError: If no reading has finite predictions.
@@ -181,7 +181,7 @@ class _Search:
             )
 
     def _climb(self) -> None:
-        """Go on from the nearest readings, one and then two choices at a time."""
+        """Search from the nearest readings, changing one and then two choices at a time."""
         for start in self.ordered[:STARTS]:
             case = start
             for _ in range(_ROUNDS):

@@ -111,7 +111,7 @@ def _with_less_usual(cases: Sequence[Case]) -> ComparedCases:
 def _against_convention(
     first: Case, readings: list[Reading], cases: Sequence[Case], names: list[str], count: int
 ) -> tuple[list[Reading], list[str]]:
-    """Where no reading predicts: those that do against a convention of the format, and the choices compared."""
+    """Readings and choices to compare if no reading predicts: those that predict against a convention of the format follow."""
     doubts = compare_cases([first, *_doubts(cases, names)], count)
     names = names + [n for n in DOUBTED if n in open_choices(doubts.cases) and n not in names]
     if working := [each for each in _ranked(doubts, names) if each.predicts][:4]:

@@ -70,7 +70,7 @@ def _passes(case: Case) -> list[Tried]:
 
 
 def _once(changes: Sequence[Tried]) -> list[Tried]:
-    """The changes without those that stand there already."""
+    """The changes, each once, in their order."""
     return [each for i, each in enumerate(changes) if each not in changes[:i]]
 
 

@@ -77,7 +77,7 @@ def recognised(tensors: Tensors, hints: Hints) -> tuple[Format, Layout, dict[str
 
 
 def _norm_among(strange: list[str], tensors: Tensors) -> str:
-    """How to state a norm, if one of these tensors looks like one; else empty."""
+    """Advice on stating a norm, if one of these tensors looks like one; else empty."""
     for name in strange:
         module, _, last = name.replace("/", ".").rpartition(".")
         if (
