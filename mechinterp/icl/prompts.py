@@ -196,6 +196,11 @@ class Prompts:
         """The same prompts on another device or in another dtype."""
         return self._each(lambda tensor: tensor.to(target))
 
+    def clone(self) -> "Prompts":
+        """The same prompts in memory of their own, with the same strides, so that sums over them have the same bits;
+        gradients flow to the first ones."""
+        return self._each(_with_strides)
+
     def distinct(self) -> "Prompts":
         """The prompts without repetitions: the first of all rows with the same pairs in the same order and the same query.
 
@@ -305,6 +310,15 @@ def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
     tokens = np.concatenate([each.tokens.flatten(1).numpy(force=True) for each in prompts], axis=1)
     rows = {row.tobytes(): at for at, row in reversed(list(enumerate(tokens)))}
     return torch.tensor(sorted(rows.values()), device=first.device)
+
+
+def _with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the tensor; of an expanded one a plain copy."""
+    if 0 in tensor.stride():
+        return tensor.clone()
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def ordinary(tensor: Tensor) -> Tensor:
