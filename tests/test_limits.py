@@ -219,3 +219,25 @@ def test_prompts_of_another_length_are_refused_before_they_are_drawn():
     assert len(drawn_at(replace(LONG, context_length=3), 8, 3, seed=0, step=1)) == 8
     with refused("n_prompts", "<= 111", "got 112"):
         drawn_at(LONG, 112, 100_000, seed=0, step=1)
+
+
+def halved_in_place(prompts: Prompts) -> torch.Tensor:
+    """A function that writes into its prompts: half of the mean of y."""
+    prompts.y.div_(2)
+    return prompts.y.mean(1)
+
+
+@pytest.mark.parametrize("name", ["response", "compare-learners", "error-curve", "name-algorithm"])
+def test_a_function_may_write_into_its_prompts(name: str):
+    """Others, such as the learners beside it, get the prompts as they were."""
+    analysis, task = ANALYSES[name].function, TaskConfig(d_x=3, context_length=10)
+    expected = analysis(lambda prompts: prompts.y.mean(1) / 2, task=task, n_prompts=256)
+    found = analysis(halved_in_place, task=task, n_prompts=256)
+    pd.testing.assert_frame_equal(found.to_frame(), expected.to_frame(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["response", "compare-learners", "error-curve", "name-algorithm"])
+def test_complex_predictions_are_refused(name: str):
+    task = TaskConfig(d_x=3, context_length=10)
+    with refused("must give predictions", "complex"):
+        ANALYSES[name].function(lambda prompts: 1j * prompts.y[:, 0], task=task, n_prompts=256)

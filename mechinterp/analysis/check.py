@@ -149,7 +149,11 @@ def check(
     with torch.no_grad():
         prediction = predictor.predict(prompts)
     best = ridge(prompts, penalty=0.0 if law is None else law.posterior_penalty)
-    loss = task_loss(prediction, best.to(prediction), prompts)
+    # numpy has no bfloat16
+    dtype = torch.promote_types(
+        torch.promote_types(prediction.dtype, prompts.y.dtype), torch.float32
+    )
+    loss = task_loss(prediction.to(dtype), best.to(dtype), prompts.to(dtype))
     heads, layers = counted(predictor.n_heads, "head"), counted(predictor.n_layers, "layer")
     settings = pd.DataFrame(
         [*_of_law(law, known=predictor.trained_here), *kind.settings()],

@@ -142,7 +142,7 @@ def _named_in_errors(function: "Learner", named: str) -> "Learner":
     def run(prompts: "Prompts") -> "Tensor":
         try:
             return function(prompts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             *_, last = extract_tb(error.__traceback__)
             place = f"{Path(last.filename).name}, line {last.lineno}"
             raise OwnFunctionError(

@@ -196,6 +196,11 @@ class Prompts:
         """The same prompts on another device or in another dtype."""
         return self._each(lambda tensor: tensor.to(target))
 
+    def clone(self) -> "Prompts":
+        """The same prompts in memory of their own, with the same strides, so that sums over them have the same bits;
+        gradients flow to the first ones."""
+        return self._each(_with_strides)
+
     def distinct(self) -> "Prompts":
         """The prompts without repetitions: the first of all rows with the same pairs in the same order and the same query.
 
@@ -307,6 +312,15 @@ def distinct_rows(*prompts: Prompts) -> Int[Tensor, " row"]:
     return torch.tensor(sorted(rows.values()), device=first.device)
 
 
+def _with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the tensor; of an expanded one a plain copy."""
+    if 0 in tensor.stride():
+        return tensor.clone()
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
 def ordinary(tensor: Tensor) -> Tensor:
     """The tensor, copied if it was made in torch.inference_mode, so that it can be used with
     gradients."""
@@ -371,12 +385,7 @@ def draw_prompts(
     for name, value in (("n_prompts", n_prompts), ("context_length", length)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
-    # The drawn numbers, the covariates and responses made from them, and the tokens.
-    width = dtype.itemsize
-    needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
-    if task.drift != 1:
-        needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
-    require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
+    _require_memory_for(task, n_prompts, length, dtype.itemsize)
     # One draw for everything: starting the generator costs more than its numbers.
     size = n_prompts * sum(number_sizes(task, length))
     if numbers is None:
@@ -425,3 +434,12 @@ def prompt_chunks(
         yield draw_prompts(
             task, n, generator=generator, context_length=context_length, new_tasks=new_tasks
         )
+
+
+def _require_memory_for(task: TaskConfig, n_prompts: int, length: int, width: int) -> None:
+    """Refuse prompts of numbers of `width` bytes that do not fit into memory."""
+    # The drawn numbers, the covariates and responses made from them, and the tokens.
+    needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
+    if task.drift != 1:
+        needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
+    require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")

@@ -1,8 +1,7 @@
 """Closed-form and iterative learners of sparse linear regression, the baselines of the models.
 
 Each takes prompts with one or several responses and gives predictions [batch, d_y]; learners with steps give
-[step, batch, d_y], step 0 first. Learners with a tuning value take it as an argument; `tuned` chooses the value with
-the smallest excess risk.
+[step, batch, d_y], step 0 first. Learners with a tuning value take it as an argument.
 """
 
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mechinterp import TaskConfig, check, hook_module, load, sample_prompts
+from mechinterp import TaskConfig, check, hook_module, load, p_probe, sample_prompts
 from mechinterp.analysis.check import OF_STREAM
 from mechinterp.analysis.registry import ANALYSES, run_analysis
 from tests.checkpoints.strange_modules import Grouped, Heads, Stack, random
@@ -123,6 +123,14 @@ def test_a_copy_of_the_table_and_a_figure_of_the_losses():
     assert found.to_frame()["runs"].any()
     loss = found.loss
     np.testing.assert_allclose(found.plot().data[0].y, [loss.model, loss.ridge, loss.zero])
+
+
+def test_a_module_in_bfloat16_is_checked_and_probed():
+    module = hook_module(MODULES["encoder"]().to(torch.bfloat16), task=TASK)
+    prompts = sample_prompts(module, 64)
+    zero = prompts.y_query.double().square().mean().item()
+    assert check(module, prompts).loss.zero == pytest.approx(zero, rel=1e-6)
+    assert np.isfinite(p_probe(module, prompts, steps=2).risk).all()
 
 
 def test_no_prompts_are_refused():

@@ -406,6 +406,13 @@ def test_on_prompts_that_no_edge_changes_faithfulness_is_not_defined():
     found.plot()
 
 
+def test_areas_have_no_error_if_the_metric_of_a_bootstrap_sample_does_not_change():
+    gained = np.array([[0.0, 1, 1], [0, 1, 0], [0, 2, 0]])  # prompts 1 and 2 alone divide by 0
+    found = areas_and_sems(np.array([0.0, 4, 1]), gained, np.array([0, 1, 2]))
+    assert np.isfinite([found["cpr"], found["cmd"]]).all()
+    assert np.isnan([found["cpr_sem"], found["cmd_sem"]]).all()
+
+
 def test_effects_on_a_metric_of_ones_own_have_no_unit_and_no_distance():
     pairs = clean_and_corrupted(SHORT, None, None, n_prompts=8, seed=0)
     for metric, unit in ((None, "y²"), (first_response, "")):

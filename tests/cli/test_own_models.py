@@ -47,6 +47,10 @@ def leaves():
     raise SystemExit
 
 
+def leaves_later(prompts):
+    raise SystemExit("bye")
+
+
 def two(prompts, seed):
     return prompts.y[:, 0]
 
@@ -185,6 +189,7 @@ def test_prints_of_a_users_code_are_not_in_the_json(run: Run, mine: Path):
         (("ablate", "module_of_mine:half_of_the_first"), ("function",)),
         (("response", "module_of_mine:first_times", "--n-heads", 2), ("no heads", "2")),
         (("classify", "module_of_mine:leaves"), ("leaves", "SystemExit")),
+        (("response", "module_of_mine:leaves_later", "--task", "task.json"), ("SystemExit: bye",)),
         (("response", "module_of_mine:two"), ("function of prompts", "seed")),
         (("ablate", "nothing_of_mine:model"), ("nothing_of_mine",)),
     ],

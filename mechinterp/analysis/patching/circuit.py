@@ -365,9 +365,11 @@ def areas_and_sems(
         gained: Metric of each prompt minus that without edges.
     """
     cpr, cmd = areas(faithfulness, counts)
-    with np.errstate(invalid="ignore"):  # NaN if no edge changes a prediction of one of the samples
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # NaN if the metric of a sample does not change
         again = [areas(mean / mean[-1], counts) for mean in resampled(len(gained)) @ gained]
-    cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1).tolist()
+        cpr_sem, cmd_sem = np.std(again, axis=0, ddof=1).tolist()
     return {"cpr": cpr, "cpr_sem": cpr_sem, "cmd": cmd, "cmd_sem": cmd_sem}
 
 

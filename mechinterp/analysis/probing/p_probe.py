@@ -154,7 +154,7 @@ def p_probe(
     }
     for name, model in models.items():
         features[name] = predictor_of(model).query_streams(prompts, layer)
-        require_finite(features[name].numpy(force=True))
+        require_finite(features[name].double().numpy(force=True))
     return descent_curves(features, prompts, steps=steps)
 
 

@@ -134,7 +134,9 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
     got: object = type(predictions).__name__
     if isinstance(predictions, np.ndarray) and predictions.dtype.kind == "f":
         predictions = torch.from_numpy(predictions)
-    if isinstance(predictions, Tensor):
+    if isinstance(predictions, Tensor) and predictions.is_complex():
+        got = f"{list(predictions.shape)} of {predictions.dtype}"
+    elif isinstance(predictions, Tensor):
         shape = tuple(predictions.shape)
         if predictions.ndim in (2, 3) and shape[-2:] == tuple(prompts.y_query.shape) and shape[0]:
             return predictions if predictions.ndim == 3 else predictions[None]
@@ -146,9 +148,11 @@ def after_layers(learner: Learner, prompts: Prompts) -> Float[Tensor, "layer bat
 
 
 def output_of(learner: Learner, prompts: Prompts) -> Any:
-    """Output of a function of prompts, before any check; for prompts in float32 if it does not run in float64."""
+    """Output of a function of prompts, before any check; for prompts in float32 if it does not run in float64.
+
+    It gets a copy, since it may write into its prompts."""
     try:
-        return learner(prompts)
+        return learner(prompts.clone())
     except RuntimeError:
         if prompts.x.dtype == torch.float64:
             with suppress(RuntimeError):

@@ -32,9 +32,8 @@ def hooked_layer(
     Args:
         d_y: Number of responses; None: the width of the read-out.
     Raises:
-        ValueError: If the tensors are not a causal one-layer model that predicts the y entries,
-            without positions,
-    norms and MLP.
+        ValueError: If the tensors are not a causal one-layer model that predicts the y entries, without positions, norms
+            and MLP.
     """
     kept = {n: t for n, t in tensors.items() if n != MASK and not is_harmless(n, t)}
     layout = layout_of(kept)
