@@ -385,12 +385,7 @@ def draw_prompts(
     for name, value in (("n_prompts", n_prompts), ("context_length", length)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}.")
-    # The drawn numbers, the covariates and responses made from them, and the tokens.
-    width = dtype.itemsize
-    needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
-    if task.drift != 1:
-        needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
-    require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")
+    _require_memory_for(task, n_prompts, length, dtype.itemsize)
     # One draw for everything: starting the generator costs more than its numbers.
     size = n_prompts * sum(number_sizes(task, length))
     if numbers is None:
@@ -439,3 +434,12 @@ def prompt_chunks(
         yield draw_prompts(
             task, n, generator=generator, context_length=context_length, new_tasks=new_tasks
         )
+
+
+def _require_memory_for(task: TaskConfig, n_prompts: int, length: int, width: int) -> None:
+    """Refuse prompts of numbers of `width` bytes that do not fit into memory."""
+    # The drawn numbers, the covariates and responses made from them, and the tokens.
+    needed = 3 * n_prompts * prompt_bytes(task, context_length=length, width=width)
+    if task.drift != 1:
+        needed += 2 * n_prompts * (length + 1) * task.d_x * task.d_y * width
+    require_memory(needed, f"{n_prompts} prompts of {length} pairs with d_x = {task.d_x}")

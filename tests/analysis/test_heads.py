@@ -269,7 +269,7 @@ def test_the_greedy_order_takes_what_is_missed_least(prompts):
     assert risk[3] > 5 * zero
     np.testing.assert_array_equal(found.plot().data[0].y, risk)
     for ratios, needed in (([1, 1.5, 3, 3, 3], 3), ([1, 3, 1.5, 3, 3], 2), ([1, 3, 3, 3, 1], 0)):
-        columns = dict(found.columns) | {"ratio": np.array(ratios, dtype=float)}
+        columns = dict(found.columns) | {"risk": found.full_risk * np.array(ratios)}
         assert replace(found, columns=columns).needed == needed
 
 

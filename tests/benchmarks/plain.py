@@ -1,11 +1,13 @@
 """The code one would write first, as the papers' own: nn.Linear layers and automatic differentiation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from mechinterp.config import ExperimentConfig
+from mechinterp.icl.prompts import Prompts
 from mechinterp.models.weights import Weights
 from mechinterp.theory.linear import SeparateHeads
 
@@ -232,3 +234,76 @@ def recurrent_training(config: ExperimentConfig, steps: int) -> Callable[[], Non
             adam.step()
 
     return loop
+
+
+def ridges(prompts: Prompts, penalties: Sequence[float]) -> torch.Tensor:
+    """Ridge regression at each penalty, one solution per prompt and penalty."""
+    x, y, query = prompts.x, prompts.y, prompts.x_query[:, None]
+    identity = torch.eye(x.shape[2], dtype=x.dtype)
+    betas = [torch.linalg.solve(x.mT @ x + p * identity, x.mT @ y) for p in penalties]
+    return torch.stack([(query @ beta)[:, 0] for beta in betas])
+
+
+def losses_of_learners(
+    prompts: Prompts, lengths: Sequence[int], penalty: float
+) -> dict[str, list[float]]:
+    """Mean losses of ridge and least squares after each number of pairs, prompt by prompt."""
+    x, y = prompts.every_x.numpy(), prompts.y_of_every_x.numpy()
+    found: dict[str, list[float]] = {"ridge": [], "least_squares": []}
+    for n in lengths:
+        errors = []
+        for xs, ys in zip(x, y, strict=True):
+            gram = xs[:n].T @ xs[:n] + penalty * np.eye(xs.shape[1])
+            ridge = np.linalg.solve(gram, xs[:n].T @ ys[:n])
+            least = np.linalg.lstsq(xs[:n], ys[:n], rcond=None)[0]
+            errors.append([((xs[n] @ beta - ys[n]) ** 2).mean() for beta in (ridge, least)])
+        for name, loss in zip(found, np.mean(errors, 0), strict=True):
+            found[name].append(float(loss))
+    return found
+
+
+def fitted_descent(prompts: Prompts, target: torch.Tensor) -> torch.Tensor:
+    """Step sizes of two steps of descent and the factor that shrinks x between them, fitted by Adam."""
+    scalars = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([scalars], lr=0.05)
+    for _ in range(100):
+        x, y, query = prompts.x, prompts.y, prompts.x_query[:, None]
+        y_query = torch.zeros_like(target)
+        for layer in range(2):
+            eta = scalars[layer] / x.shape[1]
+            similarity = x @ query.mT
+            y_query = y_query + eta * (similarity.mT @ y)[:, 0]
+            y = y - eta * (x @ (x.mT @ y))
+            if layer == 0:
+                moment = x.mT @ x / x.shape[1]
+                x, query = x - scalars[2] * x @ moment, query - scalars[2] * query @ moment
+        loss = (y_query - target).square().mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return scalars.detach()
+
+
+def descent_on_features(features: torch.Tensor, y: torch.Tensor, steps: int) -> torch.Tensor:
+    """Predictions after 0 to `steps` steps of descent on linear features, with the step 1/lambda_max of each prompt."""
+    phi, query, y = features[:, :-1].double(), features[:, -1:].double(), y.double()
+    gram, moment = phi.mT @ phi / phi.shape[1], phi.mT @ y / phi.shape[1]
+    eta = 1 / torch.linalg.eigvalsh(gram)[:, -1, None, None]
+    u = torch.zeros_like(moment)
+    predictions = [(query @ u)[:, 0]]
+    for _ in range(steps):
+        u = u + eta * (moment - gram @ u)
+        predictions.append((query @ u)[:, 0])
+    return torch.stack(predictions)
+
+
+class GargModel(nn.Module):
+    """The model of Garg et al. 2022 in its usual size."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2Model
+
+        super().__init__()
+        sizes = {"n_embd": 256, "n_layer": 12, "n_head": 8, "n_positions": 202}
+        self._read_in, self._read_out = nn.Linear(20, 256), nn.Linear(256, 1)
+        self._backbone = GPT2Model(GPT2Config(**sizes, use_cache=False))

@@ -226,22 +226,23 @@ def local_learning_coefficient(
     whole = loss is None and weights is None and not isinstance(source, LocalLoss)
     parts = partial(quick_parts, source, prompts, n_prompts, seed) if whole else tuple
     cost = Cost(local, sampler, stated=chains is not None, parts=parts)
-    moved = 0.0
-    if settle:
-        cost.check()
-        settled, _ = lowest_nearby(Tempered(local, sampler.nbeta, 0.0), most=20_000)
-        moved = float(np.linalg.norm(settled - local.at))
-        local = replace(local, at=settled)
+    settled = _settled(local, sampler, cost) if settle else local
     first, *curve = (
-        _estimate(Tempered(local, each, sampler.localization), sampler, cost, moved, seed)
+        _estimate(Tempered(settled, each, sampler.localization), sampler, cost, seed)
         for each in (sampler.nbeta, *sampler.other_nbeta)
     )
-    return replace(first, curve=tuple(curve))
+    moved = float(np.linalg.norm(settled.at - local.at))
+    return replace(first, moved=moved, curve=tuple(replace(each, moved=moved) for each in curve))
 
 
-def _estimate(
-    law: Tempered, chains: Chains, cost: "Cost", moved: float, seed: int
-) -> LearningCoefficient:
+def _settled(loss: LocalLoss, chains: Chains, cost: Cost) -> LocalLoss:
+    """The loss around the minimum that descent from the weights finds."""
+    cost.check()
+    lowest, _ = lowest_nearby(Tempered(loss, chains.nbeta, 0.0), most=20_000)
+    return replace(loss, at=lowest)
+
+
+def _estimate(law: Tempered, chains: Chains, cost: Cost, seed: int) -> LearningCoefficient:
     """Estimate at one nbeta; there are no draws if descent already lowers the loss."""
     loss = law.loss
     norm = float(np.linalg.norm(loss.function(loss.at[None])[1]))
@@ -276,5 +277,4 @@ def _estimate(
         fall=fall,
         sampled=loss.sampled,
         over=loss.over,
-        moved=moved,
     )

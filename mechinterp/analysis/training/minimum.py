@@ -20,8 +20,8 @@ standard errors and by more than the fraction GROWING[1]."""
 def fall_nearby(law: Tempered) -> tuple[float, bool]:
     """Decrease of nbeta L by descent within the pull, and True if it is only known to be at least as large.
 
-    Where a gradient takes long, descent on the first look ends at twice the limit of a minimum. What it found is then
-    measured by the loss itself.
+    Where a gradient takes long, descent on the first look ends once nbeta L is lower by 2 FALL. The decrease at the
+    weights that it found is then measured by the loss itself.
     """
     if law.loss.first_look is not None:
         look = Tempered(

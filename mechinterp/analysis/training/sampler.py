@@ -32,10 +32,9 @@ TARGET = 0.9
 SHORTEST = 0.15
 """Step sizes are jittered uniformly in [0.15, 1] per draw, so that chains do not stall where the
 loss is steeper than during warm-up."""
-
-
 ROUNDED = 0.01
-"""Largest rounding of nbeta L by float32, 2^-22 of it (four roundings), with which draws use a loss in float32; a fifth of what a minimum may fall."""
+"""Draws use the loss in float32 if four roundings, 2^-22 of it, move nbeta L by at most this much: a
+fifth of FALL, the largest fall of a minimum."""
 
 
 @dataclass(frozen=True)
