@@ -16,7 +16,8 @@ from mechinterp import (
     response,
     sample_prompts,
 )
-from mechinterp.analysis.labels import ALGORITHMS_RANGE, PATTERNS_RANGE
+from mechinterp.analysis.classified import calibration_text
+from mechinterp.analysis.labels import ALGORITHM_LABELS, ALGORITHMS_RANGE, PATTERNS_RANGE
 from mechinterp.analysis.multi_layer.naming_prompts import drawn_at
 from mechinterp.analysis.number_format import with_error
 from mechinterp.analysis.registry import ANALYSES, run_analysis
@@ -155,6 +156,19 @@ def test_the_verdict_outside_the_calibrated_range_leaves_the_calibration_out():
     assert inside.label == outside.label == "debiased_gd"
     assert (inside.calibrated, outside.calibrated) == (True, False)
     assert len(outside.verdict.sure) < len(inside.verdict.sure)
+
+
+def test_the_verdict_on_layers_outside_the_calibrated_range_leaves_the_calibration_out():
+    model = gradient_descent_model([0.5, 0.3], d_x=5)
+    inside, outside = (
+        classify(model, task=TaskConfig(context_length=length), n_prompts=256)
+        for length in (20, 60)
+    )
+    assert inside.label == outside.label == "gradient_descent"
+    said = calibration_text(ALGORITHM_LABELS["gradient_descent"])
+    assert said
+    assert inside.verdict.sure.endswith(said)
+    assert said not in outside.verdict.sure
 
 
 GIVEN = sample_prompts(STEP, 64)

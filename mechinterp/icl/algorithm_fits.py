@@ -257,5 +257,7 @@ def _jacobian(difference: Callable[[Tensor], Tensor], scalars: Tensor) -> Tensor
     rest = difference(at)
     u = torch.zeros_like(rest, requires_grad=True)
     (product,) = torch.autograd.grad((rest * u).sum(), at, create_graph=True)
-    columns = [torch.autograd.grad(each, u, retain_graph=True)[0] for each in product]
-    return torch.stack(columns, dim=1)
+    rows = [torch.autograd.grad(each, u, retain_graph=True)[0] for each in product]
+    return torch.stack(
+        rows
+    ).mT  # one scalar after the other in memory; other strides have other bits

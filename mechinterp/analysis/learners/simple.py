@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mechinterp.analysis.learners.bounded_minimum import bounded_minimum
 from mechinterp.analysis.learners.penalised import own_penalty, penalised
 from mechinterp.analysis.stats import FOLDS, best_factor
 from mechinterp.config import TaskConfig
@@ -34,8 +33,6 @@ KERNEL_PROMPTS = 8192
 """Largest number of prompts that omega of the kernel head is fitted to."""
 OMEGA_STEP = 1e-4
 """Step of the differences that give derivatives with respect to omega, in units of 1 / E x_i^2."""
-OMEGA_TOLERANCE = 1e-4
-"""Largest distance of omega to its best value."""
 Predictions = Float[np.ndarray, "prompt d_y"]
 
 
@@ -201,6 +198,7 @@ def _kernel_omega(
         omega, and the influence of each prompt on the best mu through omega, times the number of
         prompts.
     """
+    from scipy.optimize import minimize_scalar  # slow import
 
     @cache
     def at(omega: float) -> tuple[float, float]:
@@ -214,7 +212,12 @@ def _kernel_omega(
     if np.isinf(top):  # x is 0: every kernel smoother is the mean of y
         return 0.0, np.zeros(len(prompts))
     both = [
-        bounded_minimum(lambda omega: at(omega)[1], *bounds, tolerance=OMEGA_TOLERANCE)
+        minimize_scalar(
+            lambda omega: at(float(omega))[1],
+            bounds=bounds,
+            method="bounded",
+            options={"xatol": 1e-4},
+        ).x
         for bounds in ((0.0, top), (-top, 0.0))
     ]
     omega = float(min(both, key=lambda omega: at(float(omega))[1]))

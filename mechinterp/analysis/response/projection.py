@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy.interpolate import CubicSpline
 
 GROUPS = 32
 """Number of groups of prompts. More groups make the errors smoother and cost more."""
@@ -171,42 +172,10 @@ def spline(
     if len(knots) == 1:
         basis = np.ones((*np.shape(at), 1))
     else:
-        basis = _natural_splines(np.asarray(at), knots)
+        curve = CubicSpline(knots, np.eye(len(knots)), bc_type="natural")
+        inside = np.clip(at, knots[0], knots[-1])
+        basis = curve(inside) + curve(inside, 1) * (at - inside)[..., None]
     return basis if np.isinf(c) else basis * (knots + c) / (at[..., None] + c)
-
-
-def _natural_splines(
-    at: np.ndarray, knots: Float[np.ndarray, " knot"]
-) -> Float[np.ndarray, "*axes knot"]:
-    """Natural cubic splines that are 1 at one of two or more knots and 0 at the others, with straight ends.
-
-    scipy.interpolate.CubicSpline has the same curves, and takes 0.3 s to import.
-
-    Source:
-        Press et al. 2007, Numerical Recipes, section 3.3.
-    """
-    values, widths = np.eye(len(knots)), np.diff(knots)[:, None]
-    slopes = np.diff(values, axis=0) / widths
-    system = 2 * np.diag((widths[1:] + widths[:-1])[:, 0])
-    system += np.diag(widths[1:-1, 0], 1) + np.diag(widths[1:-1, 0], -1)
-    bends = np.zeros_like(values)  # second derivatives at the knots
-    bends[1:-1] = np.linalg.solve(system, 6 * np.diff(slopes, axis=0))
-    # Coefficients of each piece, in powers of the fraction of its width.
-    first = widths * slopes - widths**2 * (2 * bends[:-1] + bends[1:]) / 6
-    second, third = widths**2 * bends[:-1] / 2, widths**2 * np.diff(bends, axis=0) / 6
-    pieces = np.stack([values[:-1], first, second, third], 1)
-    piece = np.clip(np.searchsorted(knots, at, side="right") - 1, 0, len(knots) - 2)
-    inside = np.clip(at, knots[0], knots[-1])
-    part = (inside - knots[piece]) / widths[piece, 0]
-    powers = np.stack([np.ones_like(part), part, part**2, part**2 * part], -1)
-    basis = np.empty((*at.shape, len(knots)))
-    for number, coefficients in enumerate(pieces):
-        rows = piece == number
-        basis[rows] = powers[rows] @ coefficients
-    start = pieces[0, 1] / widths[0]
-    end = (pieces[-1] * np.arange(4)[:, None]).sum(0) / widths[-1]
-    below, above = np.minimum(at - knots[0], 0), np.maximum(at - knots[-1], 0)
-    return basis + below[..., None] * start + above[..., None] * end
 
 
 def quantile_knots(values: np.ndarray, n: int) -> Float[np.ndarray, " knot"]:
