@@ -11,10 +11,10 @@ my_module:mine MODEL`.
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, cast
 
 from mechinterp.analysis.needs import (
@@ -38,7 +38,7 @@ from mechinterp.analysis.needs import (
     weights_by_name,
 )
 from mechinterp.analysis.result import Finding
-from mechinterp.checkpoints.io.files import one_line
+from mechinterp.checkpoints.io.files import one_line, with_place
 from mechinterp.config import TaskLike, as_task
 from mechinterp.config.task import UNKNOWN_TASK
 from mechinterp.icl.prompts import Prompts
@@ -230,7 +230,7 @@ def analysis_of(named: str | Callable[..., Finding]) -> tuple[str, Analysis]:
 
 
 def own_function(named: str) -> Callable[..., Any]:
-    """The function `module:function`, of a module in the current folder or an installed one.
+    """The function `module:function`, of a module in the current folder or an installed one; its errors are one line.
 
     Raises:
         ValueError: If there is no such module or name, or it is not a function.
@@ -238,7 +238,17 @@ def own_function(named: str) -> Callable[..., Any]:
     own = own_object(named)
     if not callable(own):
         raise ValueError(f"{named}: must be a function, got {type(own).__name__}.")
-    return own
+
+    @wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except ValueError:  # one line already
+            raise
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{named}: ended in {with_place(error)}.") from None
+
+    return run
 
 
 def own_object(named: str) -> Any:
@@ -257,15 +267,13 @@ def own_object(named: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"{named}: there is no module {error.name}.") from None
     except (Exception, SystemExit) as error:
-        *_, last = extract_tb(error.__traceback__)
-        where = (
-            ""
+        # A SyntaxError names its own place.
+        said = (
+            f"SyntaxError: {one_line(error)}"
             if isinstance(error, SyntaxError)
-            else f" ({Path(last.filename).name}, line {last.lineno})"
+            else with_place(error)
         )
-        raise ValueError(
-            f"{named}: the import of {module} ended in {type(error).__name__}: {one_line(error)}{where}."
-        ) from None
+        raise ValueError(f"{named}: the import of {module} ended in {said}.") from None
     if own is None:
         raise ValueError(f"{named}: {module} has no {name!r}.")
     return own

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from traceback import extract_tb
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
     from torch import nn
 
     from mechinterp.analysis.registry import own_object
-    from mechinterp.checkpoints.io.files import one_line
+    from mechinterp.checkpoints.io.files import with_place
     from mechinterp.checkpoints.modules.hooked import HookedModule, hook_module
     from mechinterp.models.run.predictor import is_learner
 
@@ -93,9 +92,7 @@ def own_source(named: str, hints: "Hints", device: str) -> "HookedModule | Learn
         try:
             made = made()
         except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"{rule}; its call ended in {type(error).__name__}: {one_line(error)}."
-            ) from None
+            raise ValueError(f"{rule}; its call ended in {with_place(error)}.") from None
     if isinstance(made, nn.Module):
         made = hook_module(made.to(device), task=hints.task, n_heads=hints.n_heads)
     elif not isinstance(made, HookedModule):
@@ -136,18 +133,14 @@ class OwnFunctionError(ValueError, RuntimeError):
 
 def _named_in_errors(function: "Learner", named: str) -> "Learner":
     """The function under this name, whose errors are one line with their place."""
-    from mechinterp.checkpoints.io.files import one_line
+    from mechinterp.checkpoints.io.files import with_place
 
     @wraps(function)
     def run(prompts: "Prompts") -> "Tensor":
         try:
             return function(prompts)
         except (Exception, SystemExit) as error:
-            *_, last = extract_tb(error.__traceback__)
-            place = f"{Path(last.filename).name}, line {last.lineno}"
-            raise OwnFunctionError(
-                f"{named}: ended in {type(error).__name__}: {one_line(error).removesuffix('.')} ({place})."
-            ) from None
+            raise OwnFunctionError(f"{named}: ended in {with_place(error)}.") from None
 
     # A lambda and a functools.partial have no name of their own.
     run.__module__, _, run.__name__ = named.partition(":")

@@ -124,7 +124,9 @@ def _estimated(prompts: Prompts) -> dict[str, Any]:
     moment = (x.mT @ x / len(x)).numpy(force=True)
     floor = 1e-6 * max(float(np.trace(moment)), 1e-30)
     matrix = (moment + moment.T) / 2 + floor * np.eye(len(moment))
-    beta_var = max(float(prompts.y.square().mean()) / float(np.trace(matrix)), 1e-30)
+    # Where all x are 0, y says nothing about beta.
+    per_beta = float(np.trace(matrix)) if moment.any() else 1.0
+    beta_var = max(float(prompts.y.square().mean()) / per_beta, 1e-30)
     covariance = CovarianceConfig(kind="matrix", matrix=tuple(map(tuple, matrix.tolist())))
     noise_var = _best_penalty(prompts) * beta_var
     return {"covariance": covariance, "beta_var": beta_var, "noise_var": noise_var}

@@ -61,7 +61,7 @@ class Section:
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
     """Figures by name; figures with frames share one slider. The first is shown, the others unfold."""
     tables: Mapping[str, Table] = field(default_factory=dict)
-    """Tables by name, each also written as <name>.csv. A table with at most `LONGEST_TABLE` rows is on the page."""
+    """Tables by name, each also written as <name>.csv. A table with at most `longest_table` rows is on the page."""
     cards: tuple[Card, ...] = ()
     legend: str = ""
     """Explanation of the bands beside numbers."""

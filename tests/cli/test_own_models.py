@@ -222,6 +222,23 @@ def test_a_broken_file_or_function_is_one_line(run: Run, mine: Path, source: str
     run("compare-learners", f"{name}:model", *words).assert_refused(f"{name}:model", *said)
 
 
+@pytest.mark.parametrize("command", ["classify", "score"])
+def test_a_module_or_a_method_that_fails_is_one_line_with_its_place(
+    run: Run, mine: Path, command: str
+):
+    (mine / "failing_of_mine.py").write_text(
+        "from torch import nn\n\nclass Failing(nn.Linear):\n    def forward(self, tokens):\n        return {}['x']\n\n"
+        "model = Failing(4, 4)\n\ndef method(entry):\n    return entry.names['x']\n"
+    )
+    if command == "score":
+        options = ("--suite", 1, "--trained", "none")
+        said = ("method", "AttributeError", "failing_of_mine.py, line 10")
+        run("score", "failing_of_mine:method", *options).assert_refused(*said)
+    else:
+        ran = run("classify", "failing_of_mine:model", "--task", "task.json")
+        ran.assert_refused("KeyError: 'x'", "failing_of_mine.py, line 5")
+
+
 def test_a_file_with_a_colon_in_its_name_stays_a_file(run: Run, mine: Path):
     (mine / "module_of_mine:model").write_text("no weights")
     run("ablate", NAMED).assert_refused(NAMED, "file")

@@ -91,6 +91,13 @@ def test_given_prompts_stand_for_their_law(arrays):
     torch.testing.assert_close(PromptsTask.of(given, pool).pool(), pool.pool(), rtol=0, atol=0)
 
 
+def test_prompts_with_x_of_zeros_have_a_law(arrays):
+    """y says nothing about beta then, and all of it is noise."""
+    zeros = arrays | {name: np.zeros_like(arrays[name]) for name in ("x", "x_query")}
+    task = PromptsTask.of(given := Prompts.from_arrays(**zeros))
+    assert task.beta_var == pytest.approx(given.y.square().mean().item())
+
+
 @pytest.mark.slow
 def test_a_step_is_found_on_any_data_and_what_needs_a_law_is_left_out(arrays):
     given, weights = Prompts.from_arrays(**arrays), debiased_gradient_step(0.15, 0.01, d_x=D_X)

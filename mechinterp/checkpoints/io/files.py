@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import extract_tb
 
 MAX_LENGTH = 2000
 
@@ -117,6 +118,13 @@ def one_line(error: BaseException) -> str:
         named = "" if error.filename is None else f": {error.filename}"
         return f"{error.strerror}{named}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def with_place(error: BaseException) -> str:
+    """Kind and message of an external exception on one line, with the file and line that raised it."""
+    *_, last = extract_tb(error.__traceback__)
+    said = one_line(error).removesuffix(".")
+    return f"{type(error).__name__}: {said} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -10,7 +10,7 @@ from inspect import Parameter
 import torch
 from torch import Tensor, nn
 
-from mechinterp.checkpoints.io.files import one_line
+from mechinterp.checkpoints.io.files import one_line, with_place
 from mechinterp.config import TaskConfig
 from mechinterp.icl.prompts import Prompts
 from mechinterp.models.hooked.arguments import Split, whole, xs_and_ys
@@ -64,10 +64,12 @@ class Trial:
         """
         try:
             return self.run()
-        except (TypeError, RuntimeError, IndexError, AssertionError) as error:
+        except Exception as error:
             shape, n_prompts = list(self.tokens.shape), len(self.tokens)
+            of_shape = isinstance(error, TypeError | RuntimeError | IndexError | AssertionError)
+            said = one_line(error) if of_shape else with_place(error)
             raise ValueError(
-                f"module must run on the input {shape} of {n_prompts} prompts, got: {one_line(error)}; "
+                f"module must run on the input {shape} of {n_prompts} prompts, got: {said}; "
                 "use embed= to make the input from prompts, and task= to state d_x and d_y."
             ) from None
 
