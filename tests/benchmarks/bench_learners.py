@@ -88,7 +88,9 @@ def test_a_fit_on_long_prompts(versus):
 def test_a_p_probe_of_a_wide_stream(versus):
     """Plain: descent on the matrix of all features; the stream itself is computed on both sides."""
     model = ModelConfig(n_layers=2, n_heads=8, d_model=256, d_head=32, context_only=True)
-    weights = ICLTransformer(model, d_x=16, d_y=1)
+    weights, generator = ICLTransformer(model, d_x=16, d_y=1), torch.Generator().manual_seed(0)
+    for tensor in weights.parameters():
+        torch.nn.init.normal_(tensor, std=0.2, generator=generator)
     prompts = draw_prompts(TaskConfig(d_x=16, context_length=40), N_PROMPTS)
     part = prompts[::PARTS]
 
@@ -97,6 +99,7 @@ def test_a_p_probe_of_a_wide_stream(versus):
 
     risks = (plainly() - part.y_query_clean).square().mean((1, 2))
     own = p_probe(weights, part).risk[-1]
+    assert np.ptp(own) > 0.1
     np.testing.assert_allclose(own, risks.numpy(), rtol=1e-4)
     versus(
         f"p_probe of a stream of width 256, {N_PROMPTS:,} prompts of 40 pairs (plain: a matrix of all features, {len(part)} prompts)",
