@@ -150,9 +150,7 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, monkeypatch, arguments,
 
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_blank_value_is_shown_in_quotes(run: Run, blank: str):
-    run("classify", "softmax-h1-s0", "--seed", blank).assert_refused(
-        "'--seed'", f"got {blank!r}. See"
-    )
+    run("classify", "softmax-h1-s0", "--seed", blank).assert_refused("'--seed'", f" {blank!r}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
