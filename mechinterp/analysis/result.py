@@ -21,7 +21,7 @@ import plotly.graph_objects as go
 
 from mechinterp.analysis.number_format import LEAST_P, digits
 
-_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 Meaning = tuple[str, str]
 """Meaning of a column, and its unit; the unit is empty if there is none."""
 METRIC_UNIT = "unit of the metric"
@@ -145,7 +145,7 @@ def records(frame: pd.DataFrame) -> list[dict]:
     return frame.to_dict(orient="records")
 
 
-def _own(result: Finding, method: str, otherwise: Callable[[], _T]) -> _T:
+def _own(result: Finding, method: str, otherwise: Callable[[], _Result]) -> _Result:
     own = getattr(result, method, None)
     return own() if callable(own) else otherwise()
 

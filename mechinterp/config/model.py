@@ -32,7 +32,7 @@ MLP_NORM = "before_mlp"
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "tanh")
 LAYOUTS = ("pairs", "in_turn")
 
-_T = TypeVar("_T")
+_Part = TypeVar("_Part")
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
 _LAYERED = ("attn.", "mlp.", "ln1.", "ln2.")
@@ -269,8 +269,8 @@ def tensor_shapes(model: ModelConfig, d_x: int, d_y: int) -> dict[str, tuple[int
 
 
 def of_each_layer(
-    stacked: Mapping[str, _T], n_layers: int, part: Callable[[_T, int], _T]
-) -> dict[str, _T]:
+    stacked: Mapping[str, _Part], n_layers: int, part: Callable[[_Part, int], _Part]
+) -> dict[str, _Part]:
     """Values by HookedTransformer's names: `part` extracts a layer's part from each stacked value."""
     return {
         f"blocks.{layer}.{name}": part(whole, layer)

@@ -15,7 +15,7 @@ from mechinterp.memory import CHUNK_BYTES, chunks
 
 POOL_BYTES = 2**26
 """Upper bound on the residuals (prompts by tasks) that are in memory at once, in bytes."""
-_ROUNDING = 64
+_RANK_ROUNDING = 64
 """Tolerance for tasks that fit best without noise, in units of the prompts' rounding error."""
 
 
@@ -314,7 +314,7 @@ def dmmse(prompts: Prompts, *, pool: Pool, noise_var: float) -> Float[Tensor, "b
     given = prompts.to(torch.float64)
     length, d_y = max(1, prompts.x.shape[1]), prompts.y.shape[2]
     size = max(1, POOL_BYTES // (8 * length * d_y * min(len(pool), 1024)))
-    tolerance = _ROUNDING * torch.finfo(prompts.y.dtype).eps
+    tolerance = _RANK_ROUNDING * torch.finfo(prompts.y.dtype).eps
     means = [
         _posterior_mean(given[start : start + size], pool, noise_var, tolerance)
         for start in range(0, len(prompts), size)

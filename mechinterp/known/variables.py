@@ -119,7 +119,7 @@ def width_of(hooked: Any, variable: Variable, prompts: Prompts) -> int:
 
 
 def as_numbers(name: str, given: Any) -> Float[np.ndarray, "..."]:
-    """What a method gives under this name, as an array.
+    """Answer of a method under this name, as an array.
 
     Raises:
         ValueError: If it is no array of numbers.

@@ -131,6 +131,9 @@ class ModuleHooks(CheckedHooks):
         self.running.depth = self.running.begun = 0
         try:
             with ExitStack() as contexts:
+                if torch.get_default_device().type == "meta":
+                    # What the module itself creates needs numbers.
+                    contexts.enter_context(inputs.device)
                 if self._followed():
                     contexts.enter_context(Following(self.running))
                 if self._stream_hooked():

@@ -32,7 +32,7 @@ PER_WEIGHT = 16
 TIE = 1e-6
 """Relative difference of predictions up to which two readings count as one model; larger values
 merge more readings."""
-_ROUNDING = 1e-12
+_LOSS_ROUNDING = 1e-12
 """Standard errors below this count as 0."""
 MARGIN, ERRORS = 0.05, 3.0
 """A loss is below another if it is lower by more than this fraction and this many standard errors,
@@ -156,7 +156,7 @@ class Reading:
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self.tried.items()
         )
-        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > _ROUNDING else ""
+        error = f" ± {self.loss_sem:.1g}" if self.loss_sem > _LOSS_ROUNDING else ""
         return f"{named or 'as it is'}: {self.loss:.3g}{error}"
 
 
